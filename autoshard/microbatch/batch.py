@@ -13,7 +13,7 @@ from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
 from autoshard.lower import ops_by_path
 from autoshard.microbatch.nested import Steps, WithBodies, steps_inside
-from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop, product_flops
+from autoshard.microbatch.plan import LEAST_SHARE, Loop, Work, plan_loop
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.several import in_several_loops
@@ -106,7 +106,7 @@ def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool
     if loops > 1:
         note += f"; in {loops} such loops, since later parts of the step read what comes of all examples in earlier ones"
     if at_once > LEAST_SHARE:
-        note += f"; {at_once:.1%} of the products read all examples at once, as the scores of all pairs do"
+        note += f"; {at_once:.1%} of the {Work.of(graph).unit}s read all examples at once, as the scores of all pairs do"
     return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
 
 
@@ -128,7 +128,8 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides.
     """
-    total = product_flops(graph.ops, rules, graph)
+    work = Work.of(graph)
+    total = work.of_ops(graph.ops, rules, graph)
     best: tuple[tuple[bool, bool, bool, float, float], Loop] | None = None
     seen: list[set[tuple[int, int]]] = []
     indivisible: list[str] = []
@@ -141,11 +142,11 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
             common = gcd(*sizes.values())
             numbers = [k for k in range(2, common + 1) if common % k == 0]
             possible = possible or numbers
-            if numbers and _flops_inside(graph, rules, plan_loop(graph, rules, batch, numbers[0])) >= total * (1 - LEAST_SHARE):
+            if numbers and _work_inside(graph, rules, work, plan_loop(graph, rules, batch, numbers[0])) >= total * (1 - LEAST_SHARE):
                 break  # this is the batch, and no other dimension is one
             continue
         loop = plan_loop(graph, rules, batch, n)
-        inside = _flops_inside(graph, rules, loop)
+        inside = _work_inside(graph, rules, work, loop)
         runs, pairs = loop.obstacle(total) is None, set(batch.items())
         is_part = any(pairs < others for others in seen)
         seen.append(pairs)
@@ -163,7 +164,7 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
     if not best[0][-1]:
         causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
         paths = _listed(_path(graph, value) for value in best[1].batch)
-        why = str(causes[0]) if causes else f"no product is computed of single examples of {paths}"
+        why = str(causes[0]) if causes else f"no {work.unit} is computed of single examples of {paths}"
         remedy = causes[0].remedy if causes else "Give the batch as an argument with a dimension of examples"
         others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {n} does not divide" if indivisible else ""
         raise TraceError(f"microbatches are computed one after the other, and {why}{others}. {remedy}, {ELSE}")
@@ -172,11 +173,12 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
 
 def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceError | None:
     """Why products would be computed of all examples at once; None where they are not."""
-    total = product_flops(graph.ops, rules, graph)
+    work = Work.of(graph)
+    total = work.of_ops(graph.ops, rules, graph)
     if (held_up := loop.obstacle(total)) is None:
         return None
     return TraceError(
-        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the products wait for it. "
+        f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the {work.unit}s wait for it. "
         f"{held_up[0].remedy}, {ELSE}"
     )
 
@@ -190,12 +192,13 @@ def divisors(traced: Traced, fixed: Set[int] = frozenset()) -> tuple[int, ...]:
         fixed: as for `in_loop`.
     """
     graph, rules = traced.graph, batch_rules(traced.graph)
-    total = product_flops(graph.ops, rules, graph)
+    work = Work.of(graph)
+    total = work.of_ops(graph.ops, rules, graph)
     most, found = -1.0, 1
     for batch in _batches(graph, fixed):
         size = gcd(*(graph.values[value].shape[dim] for value, dim in batch.items()))
         least = next((n for n in range(2, size + 1) if size % n == 0), None)
-        inside = 0.0 if least is None else _flops_inside(graph, rules, plan_loop(graph, rules, batch, least))
+        inside = 0.0 if least is None else _work_inside(graph, rules, work, plan_loop(graph, rules, batch, least))
         if inside > most:
             most, found = inside, size
         if inside >= total * (1 - LEAST_SHARE):
@@ -207,8 +210,8 @@ def divisors(traced: Traced, fixed: Set[int] = frozenset()) -> tuple[int, ...]:
     return tuple(n for n in range(1, found + 1) if found % n == 0)
 
 
-def _flops_inside(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> float:
-    return product_flops([op for op in graph.ops if loop.phases[op.index] == "inside"], rules, graph)
+def _work_inside(graph: Graph, rules: Sequence[Rule | None], work: Work, loop: Loop) -> float:
+    return work.of_ops([op for op in graph.ops if loop.phases[op.index] == "inside"], rules, graph)
 
 
 def _batches(graph: Graph, fixed: Set[int] = frozenset()) -> Iterator[dict[int, int]]:

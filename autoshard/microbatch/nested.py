@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Path, bind
-from autoshard.microbatch.plan import LEAST_SHARE, product_flops
+from autoshard.microbatch.plan import LEAST_SHARE, Work
 from autoshard.microbatch.rewrite import AsItIs
 from autoshard.trace import Traced, of_jaxpr, subjaxprs
 from autoshard.trace.structure import entering, opened, with_bodies
@@ -44,7 +44,8 @@ def steps_inside(traced: Traced, rules: Sequence[Rule | None], fixed: Set[int] =
         fixed: the positions of arguments that come of no example, beside those that the program replaces.
     """
     graph = traced.graph
-    flops = {op.index: product_flops([op], rules, graph) for op in graph.ops}
+    work = Work.of(graph)
+    flops = {op.index: work.of_ops([op], rules, graph) for op in graph.ops}
     ops = [op for op in graph.ops if flops[op.index] > LEAST_SHARE * sum(flops.values())]
     if any(op.primitive not in ("scan", "while", "cond") for op in ops):
         return {}
@@ -52,13 +53,13 @@ def steps_inside(traced: Traced, rules: Sequence[Rule | None], fixed: Set[int] =
     for op in graph.ops:
         if not of_examples.isdisjoint(op.operands):
             of_examples.update(op.results)
-    steps = {op.index: [_step(graph, rules, op, number, of_examples) for number in range(len(op.bodies))] for op in ops}
+    steps = {op.index: [_step(graph, rules, work, op, number, of_examples) for number in range(len(op.bodies))] for op in ops}
     bodies = [body for each in steps.values() for body in each if body is not None]
     return {} if any(len(body.fixed) == len(body.traced.graph.arguments) for body in bodies) else steps
 
 
-def _step(graph: Graph, rules: Sequence[Rule | None], op: Op, number: int, of_examples: Set[int]) -> Step | None:
-    if not product_flops(op.bodies[number].ops, rules, graph) or (op.primitive, number) == ("while", 0):
+def _step(graph: Graph, rules: Sequence[Rule | None], work: Work, op: Op, number: int, of_examples: Set[int]) -> Step | None:
+    if not work.of_ops(op.bodies[number].ops, rules, graph) or (op.primitive, number) == ("while", 0):
         return None
     body, consts = opened(subjaxprs(op.equation)[number])
     positions = entering(op.equation)[number]

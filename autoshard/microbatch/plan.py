@@ -18,6 +18,7 @@ from typing import Literal
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
+from autoshard.microbatch.ending import ends_one_by_one
 from autoshard.microbatch.mapped import shard_maps
 from autoshard.microbatch.status import (
     WHOLE,
@@ -36,7 +37,7 @@ from autoshard.microbatch.status import (
 )
 from autoshard.primitives import is_addition, is_matrix
 from autoshard.trace import subjaxprs
-from autoshard.trace.structure import opened
+from autoshard.trace.structure import called_with, opened
 
 Phase = Literal["before", "inside", "after"]
 
@@ -58,7 +59,7 @@ class Loop:
         moves: per op index, of the ops inside.
         statuses: per value, those in bodies included; absent where it is whole.
         accumulated, stacked: the values that are combined over microbatches, and those that are put together, for what runs after.
-        coupled: the operations that need all examples and are not small, each with the FLOPs of products that they hold up.
+        coupled: the operations that need all examples and are not small, each with the work that they hold up.
         early: the small ones, which are computed before the loop.
         awaited: the values, combined over all examples, that such operations read beside each example: given them, those run in a loop.
     """
@@ -80,20 +81,23 @@ class Loop:
         return self.statuses.get(value, WHOLE)
 
     def obstacle(self, total: float) -> tuple[Coupled, float] | None:
-        """The operation that holds up most of a step's ``total`` FLOPs of products, and how many; None where they are too few to matter."""
+        """The operation that holds up most of a step's ``total`` work, and how much; None where that is too little to matter."""
         most = max(self.coupled, key=lambda each: each[1], default=None)
         return None if most is None or most[1] <= LEAST_SHARE * total else most
 
 
-def plan_loop(graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int, gathers: bool = False) -> Loop:
+def plan_loop(
+    graph: Graph, rules: Sequence[Rule | None], batch: Mapping[int, int], n: int, gathers: bool = False, work: Work | None = None
+) -> Loop:
     """The loop over ``n`` microbatches of a program whose arguments are split as ``batch`` says; linear in its operations.
 
     Args:
         batch: per argument value the dimension that is split; ``n`` divides its size.
         gathers: what reads values of examples that are put together anyway, as features are for the scores of all pairs, waits for nothing:
             gradients of the scores are combined with the features at once.
+        work: the measure of what waits; None: the program's own.
     """
-    return _Planner(graph, rules, batch, n, gathers).loop()
+    return _Planner(graph, rules, batch, n, gathers, work or Work.of(graph)).loop()
 
 
 APART = "Make that an argument of the step, or compute it of each example (for batch normalisation: group or layer normalisation)"
@@ -111,9 +115,11 @@ class _Planner:
         batch: Mapping[int, int],
         n: int,
         gathers: bool,
+        work: Work,
         late: Mapping[int, Coupled] | None = None,
     ):
         self.graph, self.rules, self.batch, self.n, self.gathers, self.late = graph, rules, dict(batch), n, gathers, dict(late or {})
+        self.work = work
         self.statuses: dict[int, Status] = {value: slice_along(dim) for value, dim in batch.items()}
         self.moves: dict[int, Move] = {}
         self.phases: dict[int, Phase] = {}
@@ -143,7 +149,8 @@ class _Planner:
             self.statuses[value] = partial("or" if self.graph.values[value].dtype == "bool" else "max")  # of equal ones
             whole.remove(value)
         if whole:
-            return _Planner(self.graph, self.rules, self.batch, self.n, self.gathers, {**self.late, **self._together_with(whole)}).loop()
+            late = {**self.late, **self._together_with(whole)}
+            return _Planner(self.graph, self.rules, self.batch, self.n, self.gathers, self.work, late).loop()
         return Loop(
             self.n,
             self.batch,
@@ -186,8 +193,10 @@ class _Planner:
         reads = operand_statuses(op, self.status)
         light = self._is_light(op)
         self.light.update(dict.fromkeys(op.results, light))
-        if self.n == 1 and any(status.kind == "slice" for status in reads):
-            self._made_inside(op.operands)
+        if any(status.kind == "slice" for status in reads):
+            self._computed_early(op, op.operands)
+            if self.n == 1:
+                self._made_inside(op.operands)
             reads = operand_statuses(op, self.status)
         makers = [self.makers.get(value) for value in op.operands]
         combined = [maker for maker in makers if maker is not None and self.phases[maker.index] == "after"]
@@ -208,15 +217,15 @@ class _Planner:
         try:
             if op.index in self.late:
                 raise self.late[op.index]
-            phase, move = self._inside(op, reads, light)
+            phase, move = self._inside(op, reads)
         except Coupled as error:
-            if light:
-                self.early.append(error)
-                self._whole_before(op.operands)
-                self.phases[op.index] = "before"
-                self.statuses.update(self._sliced_results(op, reads))
-                return
             if any(status.kind == "slice" for status in reads):
+                if light:
+                    self.early.append(error)
+                    self._whole_before(op.operands)
+                    self.phases[op.index] = "before"
+                    self.statuses.update(self._sliced_results(op, reads))
+                    return
                 self.coupled[op.index] = error
                 summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
                 if summed:
@@ -231,6 +240,8 @@ class _Planner:
     def _place_together(self, ops: Sequence[Op]) -> None:
         """Decides the phase of the ops of a shard_map, which run together."""
         made = {value for op in ops for value in op.results}
+        if any(self.status(value).kind == "slice" for op in ops for value in op.operands):
+            self._computed_early(ops[0], [value for op in ops for value in op.operands if value not in made])
         makers = [self.makers.get(value) for op in ops for value in op.operands if value not in made]
         combined = next((maker for maker in makers if maker is not None and self.phases[maker.index] == "after"), None)
         reading = [op for op in ops if any(self.status(value).kind == "slice" for value in op.operands)]
@@ -271,15 +282,13 @@ class _Planner:
             makes = (partial("sum"),) * len(op.results)  # of all examples, again
         self.waiting.update(zip(op.results, makes, strict=True))
 
-    def _inside(self, op: Op, reads: tuple[Status, ...], light: bool) -> tuple[Phase, Move | None]:
+    def _inside(self, op: Op, reads: tuple[Status, ...]) -> tuple[Phase, Move | None]:
         """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""
         if not any(status.kind == "slice" for status in reads):
             move = self._moved(op, reads)
             if is_addition(op.primitive) or op.primitive == "convert_element_type":  # one accumulator in place of two
                 return "inside", move
-            if not light:
-                return "after", None
-            raise Coupled(op, "is computed of whole sums")
+            return "after", None
         summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
         if summed and not op.bodies and all(self.light.get(value, False) for value in summed):
             reads = tuple(WHOLE if status.kind == "partial" else status for status in reads)
@@ -311,14 +320,26 @@ class _Planner:
         values = self.graph.values
         return all(self.light.get(value, True) for value in op.operands) and sum(values[v].nbytes for v in op.results) <= self.small_bytes
 
+    def _computed_early(self, op: Op, values: Collection[int]) -> None:
+        """Has what an op of examples reads of all of them computed before the loop, where all of that is light."""
+        makers = [(self.makers.get(value), value) for value in values]
+        late = [value for maker, value in makers if maker is not None and self.phases[maker.index] == "after"]
+        if late and all(self.light[value] for value in late):
+            self.early.append(Coupled(op, "reads each example together with what comes of all of them", APART))
+            self._whole_before(late)
+
     def _whole_before(self, values: Collection[int]) -> None:
-        """Has the ops that make light values run before the loop, too."""
+        """Has the ops that make light values run before the loop: what makes values of examples there as well, all else only there."""
         waiting = list(values)
         while waiting:
             maker = self.makers.get(waiting.pop())
-            if maker is not None and self.phases[maker.index] == "inside" and maker.index not in self.twice:
+            if maker is None or self.phases[maker.index] == "before" or maker.index in self.twice:
+                continue
+            if self.phases[maker.index] == "inside":
                 self.twice.add(maker.index)
-                waiting.extend(maker.operands)
+            else:
+                self.phases[maker.index] = "before"
+            waiting.extend(maker.operands)
 
     def _made_inside(self, values: Collection[int]) -> None:
         """Has values that are computed after the loop computed in it: its only microbatch has all that they are computed of."""
@@ -352,8 +373,8 @@ class _Planner:
                 return self._repeated(op, reads)
             case "cond":
                 return self._chosen(op, reads)
-            case "remat2":
-                return self._run(op, 0, reads)
+            case "remat2" | "custom_linear_solve":
+                return self._run(op, 0, [reads[k] for k in called_with(op.primitive, op.params, len(reads))])
         raise Coupled(op, "is opaque, and reads the examples")
 
     def _run(self, op: Op, number: int, entering: Sequence[Status]) -> tuple[Status, ...]:
@@ -398,7 +419,8 @@ class _Planner:
         n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
         of_cond, of_body, carry = reads[:n_cond], reads[n_cond : n_cond + n_body], reads[n_cond + n_body :]
         carried, _ = self._settled(op, carry, lambda carried: self._run(op, 1, (*of_body, *carried)))
-        if not all(status.is_whole for status in self._run(op, 0, (*of_cond, *carried))):
+        (goes_on,) = self._run(op, 0, (*of_cond, *carried))
+        if not goes_on.is_whole and not (goes_on == partial("or") and ends_one_by_one(op)):
             raise Coupled(op, "ends when all examples say so", "Loop a number of times that does not depend on them")
         return tuple(carried)
 
@@ -477,7 +499,7 @@ class _Planner:
     # -- what holds products up ------------------------------------------------------------------------------------------------
 
     def _held_up(self) -> Iterator[tuple[Coupled, float]]:
-        """The operations that need all examples and that products depend on, with those products' FLOPs; the first one gets them."""
+        """The operations that need all examples and that other work depends on, each with that work; the first one gets it."""
         cause: dict[int, int] = {}  # per value the coupled op that it comes from
         flops: dict[int, float] = {}
         for op in self.graph.ops:
@@ -488,8 +510,36 @@ class _Planner:
             if first is None:
                 continue
             cause.update(dict.fromkeys(op.results, first))
-            flops[first] = flops.get(first, 0.0) + product_flops([op], self.rules, self.graph)
+            flops[first] = flops.get(first, 0.0) + self.work.of_ops([op], self.rules, self.graph)
         return ((self.coupled[op], found) for op, found in flops.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The measure by which a batch is chosen, and what waits for all examples is weighed: FLOPs of products, or elements.
+
+    Attributes:
+        in_elements: whether it is the elements that all operations make, as of a program without matrix products and convolutions.
+    """
+
+    in_elements: bool
+
+    @classmethod
+    def of(cls, graph: Graph) -> Work:
+        """The measure of a program."""
+        return cls(not any(is_matrix(op.primitive) for op in graph.walk()))
+
+    @property
+    def unit(self) -> str:
+        """What is counted, in a word."""
+        return "operation" if self.in_elements else "product"
+
+    def of_ops(self, ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph) -> float:
+        """The work of operations, their bodies included, in one step."""
+        if not self.in_elements:
+            return product_flops(ops, rules, graph)
+        inner = (inner for op in ops for inner in op.walk() if not inner.bodies)
+        return float(sum(op.trips * sum(graph.values[value].size for value in op.results) for op in inner))
 
 
 def product_flops(ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph) -> float:

@@ -23,11 +23,12 @@ from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Interpreter, Path, Sharded, apply, bind, bind_unplaced, ops_by_path, retraced, unread
 from autoshard.microbatch.plan import Loop
+from autoshard.microbatch.rules import regrouped
 from autoshard.microbatch.status import Move, Status, place_of, slice_along
 from autoshard.primitives import is_placement
 from autoshard.trace import subjaxprs, types_of
 from autoshard.trace.mapped import BODY, ENTERING, LEAVING
-from autoshard.trace.structure import opened, with_bodies
+from autoshard.trace.structure import called_with, opened, with_bodies
 
 WIDE = jnp.float32  # at least so wide are sums of floating point numbers
 
@@ -278,9 +279,10 @@ class Inside(Interpreter):
         assert rule is not None, "a factor is one of a rule's"
         move = self._loop.moves[op.index]
         choice: Choice = ((move.factor, -1),)
+        groups = regrouped(op, rule, move.factor, n)
 
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, operands, **replaced)
+            return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, operands, **groups, **replaced)
 
         whole, made = (tuple(values[value].shape for value in side) for side in (op.operands, op.results))
         mesh = Mesh.of({"microbatch": n})
@@ -397,8 +399,14 @@ def _checkpoint(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> l
     return bind(eqn, [*constants, *operands], **with_bodies(eqn, [old], [new]))
 
 
+def _solve(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (solver,) = subjaxprs(eqn)
+    return inside.body(op, 0, solver)(*(operands[k] for k in called_with(eqn.primitive.name, eqn.params, len(operands))))
+
+
 BODIES: Mapping[str, Callable[[Inside, Op, JaxprEqn, list[Any]], list[Any]]] = {
     "cond": _cond,
+    "custom_linear_solve": _solve,
     "remat2": _checkpoint,
     "scan": _scan,
     "while": _while,

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from autoshard.ir import Graph, Op
 from autoshard.lower import Path, ops_by_path
-from autoshard.microbatch.plan import Loop, plan_loop, product_flops
+from autoshard.microbatch.plan import Loop, Work, plan_loop
 from autoshard.microbatch.rewrite import AsItIs, in_microbatches
 from autoshard.microbatch.rules import batch_rules
 from autoshard.trace import Traced, of_jaxpr, types_of
@@ -41,12 +41,13 @@ def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int, float] 
     """
     if any(getattr(op.equation, "effects", ()) for op in traced.graph.walk()):
         return None  # they would happen twice
-    total = product_flops(traced.graph.ops, batch_rules(traced.graph), traced.graph)
+    work = Work.of(traced.graph)
+    total = work.of_ops(traced.graph.ops, batch_rules(traced.graph), traced.graph)
     batch = {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}
     for gathers in (True, False):
-        cutter = _Cutter(loop.n, total, gathers)
+        cutter = _Cutter(loop.n, work, total, gathers)
         function = cutter.looped(traced, batch, MOST_LOOPS, math.inf)
-        if function is not None and cutter.around <= MOST_AROUND * total and cutter.work <= MOST_WORK * total:
+        if function is not None and cutter.around <= MOST_AROUND * total and cutter.done <= MOST_WORK * total:
             return function, cutter.loops, cutter.around / total
     return None
 
@@ -55,30 +56,30 @@ class _Cutter:
     """Cuts a program into loops over ``n`` microbatches.
 
     Attributes:
-        total: the FLOPs of the step's products.
+        work, total: the measure of work, and the step's.
         gathers: as in `plan_loop`.
         loops: how many there are so far.
-        work, around: the FLOPs of all their products, and of those that wait for all examples: not of an optimizer's.
+        done, around: the work of them all, and of what waits for all examples: not of an optimizer.
     """
 
-    def __init__(self, n: int, total: float, gathers: bool):
-        self.n, self.total, self.gathers = n, total, gathers
-        self.loops, self.work, self.around = 0, 0.0, 0.0
+    def __init__(self, n: int, work: Work, total: float, gathers: bool):
+        self.n, self.work, self.total, self.gathers = n, work, total, gathers
+        self.loops, self.done, self.around = 0, 0.0, 0.0
 
     def looped(self, traced: Traced, batch: Mapping[int, int], most: int, before: float) -> Function | None:
         """The function of a program, from flat arguments to flat results, in about so many loops at most; None where they are too few.
 
         Args:
             batch: per position of an argument that is split, its dimension.
-            before: FLOPs that waited for all examples before the last cut; one that hardly changes them counts as several, so that a step
+            before: work that waited for all examples before the last cut; one that hardly changes them counts as several, so that a step
                 with normalisations over the batch in each of many layers is given up soon.
         """
         graph, rules = traced.graph, batch_rules(traced.graph)
-        loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n, self.gathers)
+        loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n, self.gathers, self.work)
         waiting = sum(flops for _, flops in loop.coupled)
         if loop.obstacle(self.total) is None or not loop.awaited:
             self.loops += 1
-            self.work += product_flops(graph.ops, rules, graph)
+            self.done += self.work.of_ops(graph.ops, rules, graph)
             self.around += waiting
             return in_microbatches(traced.jaxpr, graph, rules, loop)
         most -= 1 if before - waiting > self.total / MOST_LOOPS else SLOW_CUT

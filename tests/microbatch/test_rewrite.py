@@ -212,6 +212,91 @@ def test_losses_and_updates_are_those_of_the_whole_batch(name, n):
     assert inside > 3 and around == 0
 
 
+def looked_up_in_bags(table, ids, y):
+    """A bag of embeddings."""
+    return jnp.mean((table[ids].sum(1) - y) ** 2)
+
+
+def scaled(scale, x, mask):
+    """Elementwise, divided by what is counted over all examples."""
+    return jnp.sum(jnp.tanh(x * scale).sum(-1) * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+
+
+def spectral(scale, x):
+    """Filters spectra."""
+    return jnp.mean(jnp.fft.irfft(jnp.fft.rfft(x) * scale) ** 2)
+
+
+NO_PRODUCTS = {
+    "bags": (looked_up_in_bags, leaf(8, D), (leaf(B, 3, dtype=jnp.int32), Y)),
+    "scaled": (scaled, leaf(D), (X, leaf(B))),
+    "spectral": (spectral, leaf(D // 2 + 1), (X,)),
+}
+
+
+@pytest.mark.parametrize("name", NO_PRODUCTS)
+def test_steps_without_products_are_sums_over_examples(name):
+    """What is computed of examples runs in the loop, and nothing of it before or after."""
+    loss, weights, batch = NO_PRODUCTS[name]
+    step, state = trained(loss, weights, optax.sgd(0.1))
+    many = compared(step, (state, *batch), 4)
+    (loop,) = [op for op in many.graph.ops if op.primitive == "scan"]
+    around = [op for op in many.graph.ops if op is not loop and any(B in many.graph.values[value].shape for value in op.results)]
+    assert {op.primitive for op in around} <= {"reshape", "iota", "broadcast_in_dim"}, [op.primitive for op in around]
+
+
+def clipped(weights, x):
+    """Clips the gradient of a convolution for each example, as differential privacy does."""
+
+    def loss(weights, x):
+        return jnp.mean(jnp.tanh(lax.conv(x[None], weights, (1, 1), "SAME")) ** 2)
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0))(weights, x)
+    norms = jnp.sqrt(jnp.sum(gradients**2, (1, 2, 3, 4)))
+    return weights - 0.1 * jnp.mean(gradients / jnp.maximum(1.0, norms)[:, None, None, None, None], 0)
+
+
+def with_kernels_of_their_own(weights, x, kernels):
+    """Convolves each example with a kernel of its own, and takes the gradient."""
+    apply = jax.vmap(lambda x, kernel: lax.conv(x[None], kernel * weights, (1, 1), "VALID"))
+    return weights - 0.1 * jax.grad(lambda weights: jnp.mean(apply(x, kernels * weights) ** 2))(weights)
+
+
+def solved(weights, matrices, b):
+    """Solves a system of each example, and one of all of them."""
+
+    def loss(weights):
+        found = jnp.linalg.solve(4 * jnp.eye(D) + weights * matrices, b[..., None])[..., 0]
+        return jnp.mean(jnp.linalg.solve(4 * jnp.eye(D) + weights, found.T) ** 2)
+
+    return weights - jax.grad(loss)(weights)
+
+
+def solved_by_iteration(weights, matrices, b):
+    """Solves a system of each example by conjugate gradients, which end for each when its residual is small."""
+
+    def one(matrix, b):
+        return jax.scipy.sparse.linalg.cg(lambda v: 4 * v + (matrix * weights) @ ((matrix * weights).T @ v), b, maxiter=9)[0]
+
+    return jax.vmap(one)(matrices, b)
+
+
+OF_EACH = {
+    "per-example gradients": (clipped, (leaf(6, 4, 3, 3), leaf(B, 4, 5, 5))),
+    "per-example kernels": (with_kernels_of_their_own, (leaf(6, 4, 3, 3), leaf(B, 4, 5, 5), leaf(B, 6, 4, 3, 3))),
+    "linear solves": (solved, (leaf(D, D), leaf(B, D, D), X)),
+    "conjugate gradients": (solved_by_iteration, (leaf(D, D), leaf(B, D, D), X)),
+}
+
+
+@pytest.mark.parametrize("name", OF_EACH)
+def test_operations_that_hold_examples_apart(name):
+    """Groups of a convolution, systems and their right-hand sides, and loops that go on for some examples are split like batches."""
+    fn, args = OF_EACH[name]
+    inside, around = in_the_loop(compared(fn, args, 4, 1e-5))
+    assert inside and not around
+
+
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "resnet", "state space")]
 
 
