@@ -13,10 +13,11 @@ from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
 from autoshard.lower import ops_by_path
 from autoshard.microbatch.nested import Steps, WithBodies, steps_inside
-from autoshard.microbatch.plan import LEAST_SHARE, Loop, Work, plan_loop
+from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.several import in_several_loops
+from autoshard.microbatch.work import Work
 from autoshard.render import format_alternatives
 from autoshard.search import alike_arguments
 from autoshard.trace import Traced, rebuilt, types_of

@@ -15,8 +15,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Path, bind
-from autoshard.microbatch.plan import LEAST_SHARE, Work
+from autoshard.microbatch.plan import LEAST_SHARE
 from autoshard.microbatch.rewrite import AsItIs
+from autoshard.microbatch.work import Work
 from autoshard.trace import Traced, of_jaxpr, subjaxprs
 from autoshard.trace.structure import entering, opened, with_bodies
 

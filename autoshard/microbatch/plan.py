@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.microbatch.ending import ends_one_by_one
@@ -35,6 +34,7 @@ from autoshard.microbatch.status import (
     place_of,
     slice_along,
 )
+from autoshard.microbatch.work import Work
 from autoshard.primitives import is_addition, is_matrix
 from autoshard.trace import subjaxprs
 from autoshard.trace.structure import called_with, opened
@@ -512,44 +512,6 @@ class _Planner:
             cause.update(dict.fromkeys(op.results, first))
             flops[first] = flops.get(first, 0.0) + self.work.of_ops([op], self.rules, self.graph)
         return ((self.coupled[op], found) for op, found in flops.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The measure by which a batch is chosen, and what waits for all examples is weighed: FLOPs of products, or elements.
-
-    Attributes:
-        in_elements: whether it is the elements that all operations make, as of a program without matrix products and convolutions.
-    """
-
-    in_elements: bool
-
-    @classmethod
-    def of(cls, graph: Graph) -> Work:
-        """The measure of a program."""
-        return cls(not any(is_matrix(op.primitive) for op in graph.walk()))
-
-    @property
-    def unit(self) -> str:
-        """What is counted, in a word."""
-        return "operation" if self.in_elements else "product"
-
-    def of_ops(self, ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph) -> float:
-        """The work of operations, their bodies included, in one step."""
-        if not self.in_elements:
-            return product_flops(ops, rules, graph)
-        inner = (inner for op in ops for inner in op.walk() if not inner.bodies)
-        return float(sum(op.trips * sum(graph.values[value].size for value in op.results) for op in inner))
-
-
-def product_flops(ops: Sequence[Op], rules: Sequence[Rule | None], graph: Graph) -> float:
-    """The FLOPs of the matrix products and convolutions of ops, their bodies included, in one step."""
-    total = 0.0
-    for op in ops:
-        if is_matrix(op.primitive):
-            total += op.trips * op_flops(op, rules[op.index], graph.values)
-        total += sum(product_flops(body.ops, rules, graph) for body in op.bodies)
-    return total
 
 
 def _of_output(atom: object, status: Status) -> Status:

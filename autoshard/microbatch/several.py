@@ -17,9 +17,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from autoshard.ir import Graph, Op
 from autoshard.lower import Path, ops_by_path
-from autoshard.microbatch.plan import Loop, Work, plan_loop
+from autoshard.microbatch.plan import Loop, plan_loop
 from autoshard.microbatch.rewrite import AsItIs, in_microbatches
 from autoshard.microbatch.rules import batch_rules
+from autoshard.microbatch.work import Work
 from autoshard.trace import Traced, of_jaxpr, types_of
 
 MOST_LOOPS = 8

@@ -25,7 +25,7 @@ from scipy.sparse import coo_matrix
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op
-from autoshard.microbatch.plan import product_flops
+from autoshard.microbatch.work import product_flops
 from autoshard.pipeline.micro import Micro
 from autoshard.primitives import is_matrix
 

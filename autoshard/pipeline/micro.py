@@ -23,7 +23,7 @@ from autoshard.ir import Body, Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Interpreter, bind, retraced
 from autoshard.microbatch import in_loop
-from autoshard.microbatch.plan import product_flops
+from autoshard.microbatch.work import product_flops
 from autoshard.primitives import is_addition
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, subjaxprs, types_of
