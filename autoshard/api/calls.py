@@ -2,13 +2,14 @@
 
 A step that is called with arguments of one structure and one set of types, again and again, goes straight to the jitted function. That
 raises where an argument is committed to another sharding, and traces again where a structure, a shape, a type or a weak type is another;
-`guarded` makes it raise there too. Whoever calls it then takes the long way. What `jax.jit` does not check is checked here: whether
-arrays are used up, where arguments are donated.
+`Guarded` makes it raise there too. Whoever calls it then takes the long way. What older jaxlib does not check is checked here: whether
+arrays are used up, where arguments are donated. That one array is donated in two places is noticed on the long way alone.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
@@ -16,7 +17,11 @@ from operator import itemgetter
 from typing import Any
 
 import jax
-import jax.extend.core
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 from jax.sharding import NamedSharding
 from jax.tree_util import default_registry, treedef_is_leaf
 
@@ -25,58 +30,80 @@ from autoshard.api.placing import put
 from autoshard.errors import TraceError
 
 UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
+CRASHES = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)  # on several devices, of a used up array where some are donated
 OFTEN = 3  # an argument that had to be moved so often after calls in which it did not is looked through in every call
 
 
 class UnlikeError(Exception):
     """A program is about to be traced for arguments of other types than it was made for; never seen by a user."""
 
-    def __init__(self, types: tuple):
-        super().__init__("arguments of other types")
-        self.types = types
 
+class Guarded:
+    """A jitted function that is traced only for arguments that were looked at: here, and not where ``jitted`` is called directly.
 
-def guarded(function: Callable, known: set[tuple]) -> Callable:
-    """The function, raising `UnlikeError` where it is traced with arguments whose types are not known.
+    Where it would be traced for others, ``jitted`` raises `UnlikeError`. The type of an array on a mesh differs from that of one that is
+    not yet there, so that neither is compiled for. It never raises for arguments that it is called with here: of types for which a first
+    call raised, jaxlib 0.10 to 0.12 takes every later call through Python (`fall_back_to_python` in its pjit.cc), at three times the price.
 
-    The type of an array on a mesh differs from that of one that is not yet there, so that neither is compiled for.
+    Attributes:
+        jitted: `jax.jit` of the function.
     """
 
-    @functools.wraps(function)
-    def checked(*args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        types = tree, *map(jax.typeof, leaves)
-        if types not in known:
-            raise UnlikeError(types)
-        return function(*args)
+    def __init__(self, function: Callable, **options: Any):
+        """``options`` are those of `jax.jit`."""
+        self._known: set[tuple] = set()
+        self._in_this_thread = threading.local()
+        self.jitted = jax.jit(self._checked(function), **options)
 
-    return checked
+    @property
+    def is_new(self) -> bool:
+        """Whether it was never traced."""
+        return not self._known
 
+    def __call__(self, *args: Any) -> Any:
+        """The result for arguments that were looked at."""
+        return self._looked_at(self.jitted, args)
 
-def anew(function: Callable, known: set[tuple], args: tuple) -> Any:
-    """What a guarded and jitted function returns of arguments that it was made for, whose types are known from then on."""
-    try:
-        return function(*args)
-    except UnlikeError as error:
-        known.add(error.types)
-    with rarely_collecting():
-        return function(*args)
+    def trace(self, *args: Any) -> jax.stages.Traced:
+        """The traced function for abstract arguments that were looked at."""
+        return self._looked_at(self.jitted.trace, args)
+
+    def _looked_at(self, call: Callable, args: tuple) -> Any:
+        self._in_this_thread.looked_at = True
+        try:
+            with rarely_collecting():
+                return call(*args)
+        finally:
+            self._in_this_thread.looked_at = False
+
+    def _checked(self, function: Callable) -> Callable:
+        @functools.wraps(function)
+        def checked(*args: Any) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            types = tree, jax.sharding.get_abstract_mesh(), *map(jax.typeof, leaves)
+            if types not in self._known and not getattr(self._in_this_thread, "looked_at", False):
+                raise UnlikeError("arguments of other types")
+            self._known.add(types)
+            return function(*args)
+
+        return checked
 
 
 with jax.ensure_compile_time_eval():
-    _EVALUATING = jax.extend.core.get_opaque_trace_state(convention="autoshard")
+    EVALUATING = get_opaque_trace_state(convention="autoshard")
 
 
 def is_traced() -> bool:
     """Whether a call stands inside a transformation, such as `jax.grad` or `jax.jit`, so that arguments may be tracers."""
-    return jax.extend.core.get_opaque_trace_state(convention="autoshard") != _EVALUATING
+    return get_opaque_trace_state(convention="autoshard") != EVALUATING
 
 
 class Repeat:
     """A guarded and jitted function on arguments like those before, which are where they should be, but for some that are moved.
 
     Which arguments hold arrays that have to be moved, such as a batch that comes from the host, is learned from the calls. Where some are
-    static, there are two ``ways``: from the arguments to those of arrays alone, and from both and what the function returns to the result.
+    static, or NNX objects, there are two ``ways``: from the arguments to those of arrays alone, and from the arguments, what the function
+    returns and these arrays to the result.
     """
 
     # What a call like the one before raises where it is unlike it; any of them leads to the long way, which says what is wrong.
@@ -87,19 +114,16 @@ class Repeat:
         jitted: Callable,
         in_tree: Any,
         in_shardings: Sequence[NamedSharding],
+        is_state: Sequence[bool],
         paths: Sequence[str],
         donates: bool,
         ways: tuple[Callable, Callable] | None = None,
     ):
-        arguments = in_tree.children()
-        flat, named = iter(in_shardings), iter(paths)
-        self._jitted = jitted
-        self._ways = ways
-        self._shardings = [list(islice(flat, argument.num_leaves)) for argument in arguments]
-        self._paths = [list(islice(named, argument.num_leaves)) for argument in arguments]
-        shared: dict[Any, Reader] = {}
-        holding = [position for position, argument in enumerate(arguments) if argument.num_leaves]
-        self._readers = [(position, reader(arguments[position], shared)) for position in holding] if donates else []
+        self._jitted, self._ways = jitted, ways
+        arguments, flat = in_tree.children(), iter(zip(in_shardings, paths, is_state, strict=True))
+        self._places = [[*zip(*islice(flat, argument.num_leaves), strict=True)] for argument in arguments]
+        self._is_array = [treedef_is_leaf(argument) and argument.num_leaves == 1 for argument in arguments]
+        self._leaves = reader(in_tree) if donates and CRASHES else None
         self._moved: tuple[int, ...] = ()
         self._times: Counter[int] = Counter()
         self._is_new = True
@@ -108,33 +132,42 @@ class Repeat:
         """Takes from a call's leaves and from where they were put which arguments had to be moved; whether it is the first that is seen."""
         is_first, self._is_new = self._is_new, False
         pairs = zip(before, after, strict=True)
-        moved = [any([a is not b for a, b in islice(pairs, len(shardings))]) for shardings in self._shardings]
+        moved = [any([a is not b for a, b in islice(pairs, len(places[0]) if places else 0)]) for places in self._places]
         found = tuple(position for position, is_moved in enumerate(moved) if is_moved)
         self._times.update(found)
         self._moved = tuple(sorted({*self._moved, *found}))
         return is_first
 
     def __call__(self, args: tuple) -> Any:
-        """The result, or `UNLIKE` where an array is used up, or given twice, of those that may be donated.
+        """The result, or `UNLIKE` inside a transformation, and where an array is used up while some are donated.
 
         Raises:
             FAILURES: the arguments are unlike those before.
         """
         given = args if self._ways is None else self._ways[0](args)
-        found: list[Any] = []
-        for position, leaves in self._readers:
-            found += leaves(given[position])
-        if self._readers and (_used_up(found) or len({*map(id, found)}) < len(found)):
+        if self._leaves is None:
+            if get_opaque_trace_state(convention="autoshard") != EVALUATING:
+                return UNLIKE
+        elif not _are_alive([*self._leaves((given,))]):
             return UNLIKE
-        result = self._jitted(*(self._with_moved(given) if self._moved else given))
-        return result if self._ways is None else self._ways[1](args, result)
+        try:
+            result = self._jitted(*(self._with_moved(given) if self._moved else given))
+        except RuntimeError as error:
+            if "has been deleted" in str(error):  # the long way says of which argument
+                return UNLIKE
+            raise
+        return result if self._ways is None else self._ways[1](args, result, given)
 
     def _with_moved(self, args: tuple) -> list[Any]:
         """The arguments, each of those that are looked through where it should be; one of which nothing is moved is forgotten."""
         found = list(args)
         for position in self._moved:
-            leaves, tree = jax.tree.flatten(args[position])
-            there = put(leaves, self._shardings[position], self._paths[position])
+            x = args[position]
+            if self._is_array[position] and isinstance(x, np.ndarray) and jax.process_count() == 1:
+                found[position] = jax.device_put(x, self._places[position][0][0])
+                continue
+            leaves, tree = jax.tree.flatten(x)
+            there = put(leaves, *self._places[position])
             if any(a is not b for a, b in zip(leaves, there, strict=True)):
                 found[position] = tree.unflatten(there)
             elif self._times[position] < OFTEN:
@@ -142,33 +175,33 @@ class Repeat:
         return found
 
 
-def _used_up(leaves: Sequence[Any]) -> bool:
-    """Whether an array was donated or deleted."""
+def _are_alive(leaves: Sequence[Any]) -> bool:
+    """Whether no array was donated or deleted, and none is a tracer."""
     try:
-        return any(map(_array_type().is_deleted, leaves))
-    except TypeError:  # there are numbers, keys or arrays of the host among them
-        return any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+        return not any(map(_is_deleted(), leaves))
+    except TypeError:  # there are tracers, numbers, keys or arrays of the host among them
+        return not any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and x.is_deleted()) for x in leaves)
 
 
 @functools.cache
-def _array_type() -> Any:
-    """The class of JAX's arrays: its own method, mapped, is asked in a third of the time."""
-    return type(jax.numpy.zeros(()))
+def _is_deleted() -> Callable[[Any], bool]:
+    """The method of JAX's arrays: mapped, it is asked in a third of the time."""
+    with jax.ensure_compile_time_eval():
+        return type(jnp.zeros(())).is_deleted
 
 
 Reader = Callable[[Iterable[Any]], Iterable[Any]]
 
 
-def reader(tree: Any, shared: dict[Any, Reader]) -> Callable[[Any], Iterable[Any]]:
-    """What gives the leaves of a pytree of this structure, in any order; several times as fast as flattening, which sorts keys.
+def reader(tree: Any) -> Reader:
+    """What gives the leaves of pytrees of this structure, in any order; several times as fast as flattening, which sorts keys.
 
     All parts of equal structure are read at once, by functions of C. Of another structure, it raises or gives what it finds.
 
-    >>> sorted(reader(jax.tree.structure({"a": 0, "b": [0, 0]}), {})({"a": 1, "b": [2, 3]}))
+    >>> sorted(reader(jax.tree.structure({"a": 0, "b": [0, 0]}))([{"a": 1, "b": [2, 3]}]))
     [1, 2, 3]
     """
-    read = _reader(tree, shared)
-    return lambda node: read((node,))
+    return _reader(tree, {})
 
 
 def _reader(tree: Any, shared: dict[Any, Reader]) -> Reader:

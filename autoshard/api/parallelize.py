@@ -21,7 +21,7 @@ from autoshard.api.offloading import checked_offload
 from autoshard.api.pipelining import check_pipeline
 from autoshard.api.recomputing import checked_remat
 from autoshard.api.search import search
-from autoshard.api.step import Sharded, Step, call_type, plain, positional, several
+from autoshard.api.step import Positional, Sharded, Step, call_type, plain, several
 from autoshard.api.strategy import Strategy
 from autoshard.api.ticking import is_one_program
 from autoshard.api.user_pins import Asked, Pins
@@ -44,6 +44,7 @@ class Parallelized(Sharded):
         """``options`` are those of `search`, ``running`` those of `Strategy.apply`."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
+        self._ordered = Positional(fn)
         self._options = options
         self.donate_argnums = several(options["donate_argnums"])
         self._running = running
@@ -70,20 +71,20 @@ class Parallelized(Sharded):
         if (named := self._named(kwargs)) is not self:
             self._latest = named.search(*args, **kwargs)
             return self._latest
-        return self._lookup(held(self._fn, positional(self._fn, args, kwargs))).strategy
+        return self._lookup(held(self._fn, self._ordered(args, kwargs))).strategy
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if (named := self._named(kwargs)) is not self:
+        if kwargs and (named := self._named(kwargs)) is not self:
             result = named(*args, **kwargs)
             self._latest = named.strategy
             return result
         result = UNLIKE if self._step is None else self._step.again(args, kwargs)
         if result is not UNLIKE:
             return result
-        args = held(self._fn, positional(self._fn, args, kwargs))
+        args = held(self._fn, self._ordered(args, kwargs))
         step = self._applied(self._lookup(args))
         if self._step is not None and step is not self._step:
             self._step.forget()
@@ -94,7 +95,7 @@ class Parallelized(Sharded):
         """The lowered program, as `jax.jit(fn).lower` gives it."""
         if (named := self._named(kwargs)) is not self:
             return named.lower(*args, **kwargs)
-        args = held(self._fn, positional(self._fn, args, kwargs))
+        args = held(self._fn, self._ordered(args, kwargs))
         return self._applied(self._lookup(args)).lower(*args)
 
     def _named(self, kwargs: dict[str, Any]) -> Parallelized:

@@ -112,7 +112,7 @@ class PipelineStep(Step):
 
         state = {argument for _, argument in traced.graph.aliases}
         is_state = tuple(argument in state for argument in range(len(run.in_shardings)))
-        return Program(traced, step, run.in_shardings, is_state, {()}, None)
+        return Program(traced, step, run.in_shardings, is_state)
 
 
 def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMesh) -> StagePlan:

@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
-from autoshard.api.calls import UNLIKE, Repeat, anew, guarded, is_traced
+from autoshard.api.calls import UNLIKE, Guarded, Repeat, is_traced
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.placing import apart, put
 from autoshard.api.saved_graphs import check_root, save_plan, save_text
@@ -43,25 +43,24 @@ LOWERINGS = {
 ANY_PLATFORM = "cpu"
 """A platform to lower for where none is asked for."""
 
-_AS_IT_IS = nullcontext()
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """One traced and jitted form of the function, for arguments of one structure and one set of types.
 
     Attributes:
+        call: from arguments where they should be to its results.
+        jitted: what is called; None of a pipeline, which has many.
         is_state: per argument leaf, whether a result replaces it.
-        known: the types that it was traced with, placed arguments' and abstract ones'.
-        repeat: its calls with arguments like those before; None with NNX objects among them.
+        repeat: its calls with arguments like those before; None of a pipeline, and inside transformations.
     """
 
     traced: Traced
-    jitted: Callable
+    call: Callable
     in_shardings: tuple[NamedSharding, ...]
     is_state: tuple[bool, ...]
-    known: set[tuple]
-    repeat: Repeat | None
+    jitted: Guarded | None = None
+    repeat: Repeat | None = None
 
 
 class Sharded:
@@ -138,6 +137,7 @@ class Step(Sharded):
         self._compiler_options = dict(compiler_options or {})
         self._graphs = save_graphs
         self._fn, self._plain = fn, plain(fn)
+        self._ordered = Positional(fn)
         self._record = record
         self.donate_argnums = record.donate_argnums
         self._mesh = mesh
@@ -145,7 +145,7 @@ class Step(Sharded):
         self._programs: dict[Any, Program] = {}
         self._latest: Program | None = None  # of the latest call that was looked through
         self._repeat: Repeat | None = None
-        self._around: AbstractMesh | None = None  # the mesh that was in force in that call
+        self._around: AbstractMesh | None = None  # the mesh that was in force in that call, if any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.again(args, kwargs)
@@ -153,21 +153,23 @@ class Step(Sharded):
 
     def again(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result for arguments like those of the call before; `UNLIKE` where they are not, or where there was none."""
-        repeat = self._repeat
-        around = get_abstract_mesh()
-        if repeat is None or around is not self._around or is_traced():
+        if (repeat := self._repeat) is None:
             return UNLIKE
-        if kwargs:
-            args = positional(self._fn, args, kwargs)
         try:
-            with outside_mesh() if around.axis_names else _AS_IT_IS:
+            if kwargs:
+                args = self._ordered(args, kwargs)
+            if self._around is None:  # another mesh in force now is noticed where the function would be traced for it
+                return repeat(args)
+            if get_abstract_mesh() is not self._around:
+                return UNLIKE
+            with outside_mesh():
                 return repeat(args)
         except Repeat.FAILURES:
             return UNLIKE
 
     def anew(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """The result for any arguments, each of which is looked at."""
-        args = held(self._plain, positional(self._fn, args, kwargs))
+        args = held(self._plain, self._ordered(args, kwargs))
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
         if self._record.donate_argnums:
@@ -175,10 +177,11 @@ class Step(Sharded):
         there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
         if self._record.donate_argnums:
             there = apart(leaves, there, set())
-        if self._graphs is not None and not (program.known or is_traced()):  # compiled once: the call takes it from JAX's cache
+        is_new = program.jitted is not None and program.jitted.is_new
+        if self._graphs is not None and is_new and not is_traced():  # compiled once: the call takes it from JAX's cache
             save_text(self._graphs, self._record.program, "compiled.txt", self.lower(*args).compile().as_text() or "")
         with outside_mesh():
-            result = program.traced.merge(args, anew(program.jitted, program.known, tree.unflatten(there)))
+            result = program.traced.merge(args, program.call(*tree.unflatten(there)), pure)
         self._remember(program, leaves, there)
         return result
 
@@ -192,7 +195,8 @@ class Step(Sharded):
             return
         is_first = program.repeat.learn(leaves, there)
         self._repeat = program.repeat if is_first or program is self._latest else None
-        self._latest, self._around = program, get_abstract_mesh()
+        around = get_abstract_mesh()
+        self._latest, self._around = program, around if around.axis_names else None
 
     def lower(self, *args: Any, platform: str = ANY_PLATFORM) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it; NNX objects stand there as their states.
@@ -204,7 +208,8 @@ class Step(Sharded):
         shardings = [None] * len(leaves) if self._mesh is None else program.in_shardings
         described = tree.unflatten([_described(x, sharding) for x, sharding in zip(leaves, shardings, strict=True)])
         with outside_mesh():
-            traced = anew(program.jitted.trace, program.known, described)
+            assert program.jitted is not None
+            traced = program.jitted.trace(*described)
             lowered = traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
         if self._graphs is not None:
             save_text(self._graphs, self._record.program, "lowered.mlir", lowered.as_text())
@@ -251,20 +256,20 @@ class Step(Sharded):
             return traced.pack(flat(*jax.tree.leaves(pure)))
 
         step.__name__ = graph.name
-        known: set[tuple] = set()
-        jitted = jax.jit(
-            guarded(step, known),
+        jitted = Guarded(
+            step,
             in_shardings=traced.in_tree.unflatten(in_shardings),
             out_shardings=traced.pack(out_shardings),
             donate_argnums=record.donate_argnums,
             compiler_options=(None if differentiable else self._compiler_options) or None,
         )
-        once = traced.modules is not None or differentiable  # modules are taken apart in every call, and tracers are never called on again
-        ways = None if traced.statics is None else (lambda args: traced.split(held(self._plain, args)), traced.merge)
-        repeat = None if once else Repeat(jitted, traced.in_tree, in_shardings, graph.argument_paths, bool(record.donate_argnums), ways)
         state = {argument for _, argument in graph.aliases}
         is_state = tuple(argument in state for argument in range(len(in_shardings)))
-        return Program(traced, jitted, in_shardings, is_state, known, repeat)
+        repeat = None
+        if not differentiable:  # tracers are never called on again
+            donates, ways = bool(record.donate_argnums), traced.ways(self._plain)
+            repeat = Repeat(jitted.jitted, traced.in_tree, in_shardings, is_state, graph.argument_paths, donates, ways)
+        return Program(traced, jitted, in_shardings, is_state, jitted, repeat)
 
     def _flat(
         self, traced: Traced, rules: tuple[Rule | None, ...], path: ReshardPath, mesh: Mesh | AbstractMesh, differentiable: bool
@@ -374,24 +379,39 @@ def _leaf_type(x: Any) -> tuple:
     return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
 
 
-def positional(fn: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-    """The arguments of a call in the order of the function's parameters.
+class Positional:
+    """The order of a function's parameters: from a call's arguments, some by keyword, to all of them by position."""
 
-    Raises:
-        TraceError: a keyword names no positional parameter.
-    """
-    if not kwargs:
-        return args
-    try:
-        bound = inspect.signature(fn).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise TraceError(f"A call passes the function's arguments by position or by name, and this one does not fit: {error}.") from None
-    if bound.kwargs:
-        raise TraceError(
-            f"A sharded function takes positional arguments; {sorted(bound.kwargs)} can be passed by keyword only. "
-            "Bind them beforehand with functools.partial, or make them positional."
-        )
-    return bound.args
+    def __init__(self, fn: Callable):
+        self._fn = fn
+        self._names: dict[tuple, tuple[str, ...]] = {}  # per number of arguments and set of keywords these in order
+
+    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """The arguments of a call in the order of the function's parameters.
+
+        Raises:
+            TraceError: a keyword names no positional parameter.
+        """
+        if not kwargs:
+            return args
+        key = len(args), *kwargs
+        if (names := self._names.get(key)) is None:
+            names = self._names[key] = self._found(len(args), tuple(kwargs))
+        return *args, *map(kwargs.__getitem__, names)
+
+    def _found(self, n: int, names: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            bound = inspect.signature(self._fn).bind(*(None,) * n, **dict(zip(names, names, strict=True)))
+        except (TypeError, ValueError) as error:
+            raise TraceError(
+                f"A call passes the function's arguments by position or by name, and this one does not fit: {error}."
+            ) from None
+        if bound.kwargs:
+            raise TraceError(
+                f"A sharded function takes positional arguments; {sorted(bound.kwargs)} can be passed by keyword only. "
+                "Bind them beforehand with functools.partial, or make them positional."
+            )
+        return bound.args[n:]
 
 
 def _described(x: Any, sharding: NamedSharding | None) -> Any:

@@ -156,15 +156,14 @@ class Modules:
         coming = iter(made)
         return self._result_places.put(result, [next(coming) if path is None else None for path in self._returned])
 
-    def merge(self, args: tuple, result: Any, updates: Sequence[Any]) -> Any:
-        """The function's result on the caller's objects, into which the updates are written."""
+    def merge(self, args: tuple, states: tuple, result: Any, updates: Sequence[Any]) -> Any:
+        """The function's result on the caller's objects, into which the updates of their ``states``, without static leaves, are written."""
         from flax import nnx
 
         nodes = self._places.get(args)
-        leaves, tree = jax.tree.flatten(self.split(args))
-        arrays = [place for place, leaf in enumerate(leaves) if not is_static(leaf)]
+        leaves, tree = jax.tree.flatten(states)
         for position, leaf in zip(self.written, updates, strict=True):
-            leaves[arrays[position]] = leaf
+            leaves[position] = leaf
         nnx.update(nodes, _joined(self._places.get(tree.unflatten(leaves))))
         if not self._returned:
             return result

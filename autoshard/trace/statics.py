@@ -12,10 +12,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
+from itertools import islice
 from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import treedef_is_leaf
 
 from autoshard.errors import TraceError
 
@@ -60,7 +62,7 @@ class Static:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
 
-    @property
+    @functools.cached_property
     def by_name_alone(self) -> frozenset[str]:
         """The static parameters that have no position."""
         return frozenset(self.static_argnames).difference(_positional(inspect.signature(self.__wrapped__).parameters.values()))
@@ -72,6 +74,20 @@ def held(fn: Callable, args: tuple) -> tuple:
         args = tuple(Held.of(x) if position in positions else x for position, x in enumerate(args))
     filters = hasattr(fn, "donate_first")  # as what Equinox's filter_jit returns has
     return tuple(jax.tree.map(_without_numbers, x) if filters else held_modules(x) for x in args)
+
+
+def without(statics: Sequence[tuple[int, Held]], args: tuple) -> tuple:
+    """The arguments with None for each of those that are static, by position.
+
+    Raises:
+        TraceError: one of them has another value.
+    """
+    found = list(args)
+    for position, value in statics:
+        if Held.of(args[position]) != value:
+            raise TraceError("A function is traced for one set of static values, and these are others. Trace or search again with these.")
+        found[position] = None
+    return tuple(found)
 
 
 def held_modules(tree: Any) -> Any:
@@ -119,6 +135,16 @@ class Statics:
     def arrays(self, entries: Iterable[Any]) -> list[Any]:
         """Of one entry a leaf those of arrays."""
         return [x for x, value in zip(entries, self._values, strict=True) if value is _ARRAY]
+
+    def whole(self) -> list[tuple[int, Held]] | None:
+        """Of a tuple of arguments the position and the value of each that is static as a whole; None where others have static leaves."""
+        values, found = iter(self._values), []
+        for position, argument in enumerate(self._structure.children()):
+            own = [value for value in islice(values, argument.num_leaves) if value is not _ARRAY]
+            if own and not treedef_is_leaf(argument):
+                return None
+            found += [(position, Held.of(value)) for value in own]
+        return found
 
     def check(self, paths: Iterable[str]) -> None:
         """Raises `TraceError` for a static value without a hash; ``paths`` has one a leaf."""

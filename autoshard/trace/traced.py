@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_lea
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
 from autoshard.trace.simplify import simplified
-from autoshard.trace.statics import Held, Statics, held, held_modules, released
+from autoshard.trace.statics import Held, Statics, held, held_modules, released, without
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,16 +83,29 @@ class Traced:
             )
         return pure
 
+    def ways(self, fn: Callable) -> tuple[Callable[[tuple], tuple], Callable[[tuple, Any, tuple], Any]] | None:
+        """`split`, with static values held, and `merge`; None where a call needs neither, since all leaves are arrays.
+
+        Where arguments are static as a whole, the first looks at these alone.
+        """
+        if self.statics is None and self.modules is None:
+            return None
+        whole = None if self.modules is not None or self.statics is None else self.statics.whole()
+        return (lambda args: self.split(held(fn, args))) if whole is None else functools.partial(without, whole), self.merge
+
     def pack(self, results: Sequence[Any]) -> Any:
         """The output pytree of flat results: the function's result, or with NNX arguments ``(result, updates)``."""
         n = self.out_tree.num_leaves
         result = self.out_tree.unflatten(results[:n])
         return result if self.modules is None else (result, list(results[n:]))
 
-    def merge(self, args: tuple, output: Any) -> Any:
-        """The function's result from a packed output; updates are written into the NNX objects in ``args``."""
+    def merge(self, args: tuple, output: Any, pure: tuple | None = None) -> Any:
+        """The function's result from a packed output; updates are written into the NNX objects in ``args``.
+
+        ``pure`` is what `split` made of the arguments, which takes as long as all else; None: it is made again.
+        """
         whole = output if self.made is None else released(self.made.merge(output))
-        return whole if self.modules is None else self.modules.merge(tuple(args), *whole)
+        return whole if self.modules is None else self.modules.merge(tuple(args), self.split(args) if pure is None else pure, *whole)
 
     def flatten_prefix(self, prefix: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
         """One entry per argument leaf, from a pytree with the structure of the arguments tuple or a prefix of it.
