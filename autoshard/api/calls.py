@@ -90,12 +90,12 @@ class Guarded:
 
 
 with jax.ensure_compile_time_eval():
-    EVALUATING = get_opaque_trace_state(convention="autoshard")
+    _EVALUATING = get_opaque_trace_state(convention="autoshard")
 
 
 def is_traced() -> bool:
     """Whether a call stands inside a transformation, such as `jax.grad` or `jax.jit`, so that arguments may be tracers."""
-    return get_opaque_trace_state(convention="autoshard") != EVALUATING
+    return get_opaque_trace_state(convention="autoshard") != _EVALUATING
 
 
 class Repeat:
@@ -146,7 +146,7 @@ class Repeat:
         """
         given = args if self._ways is None else self._ways[0](args)
         if self._leaves is None:
-            if get_opaque_trace_state(convention="autoshard") != EVALUATING:
+            if get_opaque_trace_state(convention="autoshard") != _EVALUATING:
                 return UNLIKE
         elif not _are_alive([*self._leaves((given,))]):
             return UNLIKE
