@@ -50,7 +50,7 @@ MEMBERS: tuple[Searcher, ...] = (
     FullySharded(stage=1),
     FullySharded(stage=2),
     FullySharded(stage=3),
-    TensorParallel(),
+    TensorParallel(state=False),
 )
 
 # Limits of work and not of time, so that equal problems get equal answers on any machine.

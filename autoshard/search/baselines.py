@@ -19,7 +19,7 @@ from autoshard.analysis.values import accumulators
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Graph, Layout, Op, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
-from autoshard.primitives import is_loop, is_matrix
+from autoshard.primitives import is_loop, is_matrix, primitive
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.render import format_bytes
@@ -133,6 +133,35 @@ def _loops_over_examples(problem: Problem, run: Propagation, ops: Sequence[Op]) 
     for op in ops:
         for body in op.bodies:
             yield from _loops_over_examples(problem, run, body.ops)
+
+
+def state_in_loops(problem: Problem) -> dict[int, tuple[int, int]]:
+    """Where loops over examples add up gradients: state, what these loops read of it, and the sums.
+
+    By value the one of which it is a part, itself or what an inner loop over layers slices, and how many leading dimensions it lacks. A
+    value is behind those that it is read from.
+    """
+    run, state = _parameters(problem)[0], _state(problem)
+    loops = {loop.index: loop for loop in _loops_over_examples(problem, run, problem.graph.ops)}
+    found = {value: (value, 0) for value in state}
+    for op in problem.graph.walk():
+        if op.primitive == "convert_element_type" and op.operands[0] in found:
+            found[op.results[0]] = found[op.operands[0]]
+        for holder in op.holders:  # a recurrence is not followed: it reads its weights often
+            source = next((flow for flow in holder.sources if flow.value in found), None)
+            if source is not None and source.shift >= (0 if op.index in loops else 1):
+                whole, lacks = found[source.value]
+                found[holder.value] = whole, lacks + source.shift
+    sums = [holder for loop in loops.values() for holder in accumulators(loop) if holder.value not in found]
+    added = {flow.value: holder.value for holder in sums for flow in holder.sources if flow.inside}
+    for op in reversed(problem.graph.walk()):
+        total = next((added[value] for value in op.results if value in added), None)
+        if total is not None and op.bodies:
+            found.update((value, (added[value], 0)) for value in op.results if value in added)
+        elif total is not None and primitive(op.primitive).kind == "elementwise":
+            added.update((value, total) for value in op.operands if problem.graph.values[value].shape == problem.graph.values[total].shape)
+    found.update((holder.value, (holder.value, 0)) for holder in sums if holder.value not in found)
+    return found if sums else {}
 
 
 def _carries_examples(run: Propagation, loop: Op) -> bool:

@@ -8,6 +8,8 @@ feature is only reduced, such as logits whose loss sums over a vocabulary, is sp
 Where a feature is taken apart on the way, such as fused query, key and value, the second products are split by the parts that reach them,
 and the op that makes the feature follows. Names are not read.
 
+In loops over microbatches, where time would be saved by whole sums of gradients, state and what the loops read and add up of it are split
+over the other axes as well, as without such loops: memory is what microbatches are for.
 *All other choices* follow by sharding propagation (`autoshard.search.sharding_propagation`): gradients and state like weights, and values
 between pairs replicated or, where that is faster, split as in sequence parallelism (Korthikanti et al. 2022, arXiv:2205.05198). Repeated
 layers have equal labels (`autoshard.reductions.symmetry`).
@@ -20,19 +22,19 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from autoshard.errors import InfeasibleError
-from autoshard.ir import NOWHERE, Dims, Flow, Holder, Op, Rule
+from autoshard.ir import NOWHERE, Assignment, Dims, Flow, Holder, Op, Rule
 from autoshard.ir.naming import is_backward
 from autoshard.memory_limit.lagrangian import fastest_within
 from autoshard.primitives import is_matrix, moves
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.reductions import symmetry
-from autoshard.search.baselines import split_batch
+from autoshard.search.baselines import split_batch, state_in_loops
 from autoshard.search.propagation import Propagation
 from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.sharding_propagation import Part, PropagationSearch
@@ -50,6 +52,7 @@ class TensorParallel(Searcher):
     Attributes:
         sequence: whether values between pairs may be split over the model axis where that is faster; else a pair ends in an all_reduce.
         vocabulary: whether products whose features are only reduced, and look-up tables, may be split over the model axis.
+        state: whether loops over microbatches keep state and sums of gradients split over the other axes, too; else where that is faster.
     """
 
     name: ClassVar[str] = "tensor_parallel"
@@ -57,6 +60,7 @@ class TensorParallel(Searcher):
 
     sequence: bool = True
     vocabulary: bool = True
+    state: bool = True
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
         """The best variant of the hybrid.
@@ -73,16 +77,16 @@ class TensorParallel(Searcher):
         leaders = {variable.leader: index for index, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
         by_batch = [_batch_parts(problem, batch, arguments, axis) for axis in range(model)]
         variants = [features.pairs | features.ends, features.pairs] if self.vocabulary and features.ends else [features.pairs]
-        small = symmetry.apply(problem)
+        in_loops = state_in_loops(problem) if self.state and model else {}
         judgements, refused = [], []
         for splits in variants:
             led = {op: factor for op, factor in splits.items() if op in leaders}  # a product that contracts nothing may follow its weight
             last = {leaders[op]: (factor, -1) if op in features.seconds and not self.sequence else factor for op, factor in led.items()}
-            fixed = tuple([*by_batch, last][: len(problem.mesh.axes)])
-            projected = small and small.project_parts(fixed)
-            run = PropagationSearch(problem, fixed, last_first=True, progress=progress)
-            if small and projected:
-                run = PropagationSearch(small, projected, last_first=True, progress=progress)
+            fixed = [*by_batch, last][: len(problem.mesh.axes)]
+            run = _propagation(fixed, problem, progress)
+            if in_loops:
+                parts = _state_parts(problem, run.search({})[0].assignment, in_loops, model)
+                run = _propagation([split | by for split, by in zip(parts, fixed, strict=True)], problem, progress)
             try:
                 judgements.append(fastest_within(run.problem, run.search, steps=4, repairs=False, hints=hints)[0])
             except InfeasibleError as error:
@@ -110,6 +114,38 @@ def _batch_parts(problem: Problem, batch: Propagation, arguments: Collection[int
         if variable.leader >= 0 and (factor := batch.choices.get(variable.leader, (NOWHERE,) * (axis + 1))[axis][0]) >= 0:
             fixed[index] = factor
     return fixed
+
+
+def _propagation(fixed: Iterable[Mapping[int, Part]], problem: Problem, progress: Progress) -> PropagationSearch:
+    """The search for what follows from fixed parts, on the smaller problem of equal layers where these have equal parts."""
+    parts = tuple(fixed)
+    small = symmetry.apply(problem)
+    projected = small and small.project_parts(parts)
+    if small and projected:
+        return PropagationSearch(small, projected, last_first=True, progress=progress)
+    return PropagationSearch(problem, parts, last_first=True, progress=progress)
+
+
+def _state_parts(problem: Problem, found: Assignment, state: Mapping[int, tuple[int, int]], n_batch: int) -> list[dict[int, Part]]:
+    """Per mesh axis the parts that split state in loops: as products read it, and over the first axes along dimensions that are whole."""
+    variables, home, sizes = problem.decisions.variables, problem.decisions.home, problem.mesh.sizes
+    last: dict[int, tuple[int, int]] = {}  # by whole value the one of its parts that products are next to, and the dimensions that it lacks
+    for value, (whole, lacks) in state.items():
+        last[whole] = max(last.get(whole, (value, 0)), (value, lacks), key=lambda part: part[1])
+    layouts: dict[int, list[int]] = {}
+    for whole, (value, lacks) in last.items():
+        shape = problem.graph.values[whole].shape
+        layout = layouts[whole] = [dim + lacks if dim >= 0 else -1 for dim in found.layout(value)]
+        for axis in (axis for axis in range(n_batch) if layout[axis] < 0):
+            split = [dim for dim in range(lacks, len(shape)) if dim not in layout and shape[dim] % sizes[axis] == 0]
+            layout[axis] = max(split, key=lambda dim: shape[dim], default=-1)
+    parts: list[dict[int, Part]] = [{} for _ in sizes]
+    for value, (whole, lacks) in state.items():
+        index = home[value][0] if value in home else -1
+        for axis, dim in enumerate(layouts[whole]):
+            if index >= 0 and dim >= 0 and variables[index].leader < 0:
+                parts[axis][index] = dim - lacks
+    return parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,3 +207,35 @@ def test_under_a_limit_it_stays_tensor_parallel(program, monkeypatch):
             assert error.smallest_peak_bytes > share * free
             outcomes.add("refused")
     assert outcomes == {"fits", "refused"}
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_microbatches_leave_state_split(is_scanned):
+    """Weights, momenta and sums of gradients are split over both axes, so that the peak falls with the number of microbatches."""
+
+    def layers(weights, x):
+        def layer(x, pair):
+            return x + jnp.tanh(x @ pair[0]) @ pair[1], None
+
+        if is_scanned:
+            return jax.lax.scan(layer, x, weights)[0]
+        for number in range(3):
+            x, _ = layer(x, (weights[0][number], weights[1][number]))
+        return x
+
+    def step(state, batch):
+        gradients = jax.grad(lambda weights: (layers(weights, batch) ** 2).mean())(state[0])
+        momenta = jax.tree.map(lambda m, g: 0.9 * m + g, state[1], gradients)
+        return jax.tree.map(lambda w, m: w - 1e-3 * m, state[0], momenta), momenta
+
+    weights = (array(3, 256, 1024), array(3, 1024, 256)) if is_scanned else ([array(256, 1024)] * 3, [array(1024, 256)] * 3)
+    options = {"cluster": "v5e:2x4", "mesh": {"data": 4, "model": 2}, "searcher": "tensor_parallel", "donate_argnums": 0, "remat": None}
+    args = (weights, weights), array(4096, 256)
+    found = [autoshard.search(step, *args, microbatches=n, **options) for n in (None, 2, 8)]
+    for strategy in found[1:]:
+        assert all({"data", "model"} <= {*spec} for spec in jax.tree.leaves(strategy.in_specs[0]))
+        assert all(one.kind != "all_reduce" or "data" not in one.mesh_axes or one.bytes == 4 for one in strategy.cost.collectives)
+    peaks = [strategy.cost.peak_bytes for strategy in found]
+    assert peaks == sorted(peaks, reverse=True)
+    whole = autoshard.search(step, *args, microbatches=8, **options | {"searcher": TensorParallel(state=False)})
+    assert whole.cost.makespan_seconds < found[-1].cost.makespan_seconds and whole.cost.peak_bytes > 1.5 * peaks[-1]
