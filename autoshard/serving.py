@@ -212,7 +212,7 @@ def _searched(fn: TracedOnce, args: tuple, cluster: Cluster, progress: Progress,
 
 def _pins(found: Strategy, other: TracedOnce, args: tuple) -> dict[str, PartitionSpec]:
     """The specs of parameters and cache that were found, by the paths that they have in the other function."""
-    paths = whole_of(other, args, CACHE, found.record.mesh.names).graph.argument_paths
+    paths = whole_of(other, args, CACHE, found.record.mesh.all_names).graph.argument_paths
     specs = jax.tree.leaves(found.in_specs[:STATE], is_leaf=_is_spec)
     return dict(zip(paths, specs, strict=False))  # inputs come after parameters and cache, and are not pinned
 

@@ -133,7 +133,7 @@ def golden_text(strategy: Strategy) -> str:
         for name, group in by_pattern(record.arguments)
     ]
     lines = [f"{kind} over {', '.join(axes)}: {count} x {nbytes:.0f} bytes" for (kind, axes, nbytes), count in sorted(collectives.items())]
-    found = {"program": record.program.name, "mesh": dict(record.mesh.axes), "arguments": arguments, "collectives": lines}
+    found = {"program": record.program.name, "mesh": dict(record.mesh.shape), "arguments": arguments, "collectives": lines}
     return json.dumps(found, indent=1) + "\n"
 
 

@@ -83,7 +83,7 @@ class Answer:
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Axis sizes by name, outermost first."""
-        return dict(self.record.mesh.axes)
+        return dict(self.record.mesh.shape)
 
     @property
     def in_specs(self) -> tuple:

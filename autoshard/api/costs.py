@@ -45,9 +45,9 @@ def collective_seconds(
     names = given.names if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
     if kind not in COLLECTIVES:
         raise ShardingError(f"a collective is one of {', '.join(COLLECTIVES)}, got {kind!r}.")
-    if not set(names) <= set(given.names):
-        raise ShardingError(f"a collective runs along axes of the mesh, {given}; got {names}. Use one or more of {given.names}.")
-    numbers = tuple(given.names.index(name) for name in names)
+    if not set(names) <= set(given.all_names):
+        raise ShardingError(f"a collective runs along axes of the mesh, {given}; got {names}. Use one or more of {given.all_names}.")
+    numbers = tuple(given.names.index(name) for name in names if name in given.names)
     return _same_form(nbytes, CostModel(cluster, given).communication.seconds(kind, np.asarray(nbytes, float), numbers))
 
 

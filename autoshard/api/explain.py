@@ -206,7 +206,7 @@ def _optimality(record: Record) -> str:
             f"schedule has {format_seconds(record.cost.objective_seconds)}, its idle time included (gap {format_percent(record.gap)})"
         )
     among = "that keeps the pins on this mesh" if record.stats.get("pins") else "on this mesh"
-    if sum(size > 1 for size in record.mesh.sizes) > 1:
+    if len(record.mesh.axes) > 1:
         among += ", so placed,"
     if record.gap == 0:
         return f"proven: no strategy {among} has a smaller objective"
@@ -326,7 +326,7 @@ def summary(record: Record) -> dict[str, Any]:
         "program": record.program.name,
         "fingerprint": record.program.fingerprint,
         "cluster": record.cluster["name"],
-        "mesh": dict(record.mesh.axes),
+        "mesh": dict(record.mesh.shape),
         "searcher": record.searcher.name,
         "makespan_seconds": record.cost.makespan_seconds,
         "objective_seconds": record.cost.objective_seconds,

@@ -17,7 +17,7 @@ PICTURE_SIDE = 8  # blocks shown a side; of more, the first and the last ones
 
 def mesh_picture(mesh: Mesh) -> Picture:
     """The mesh as a grid of device numbers, its last axis from left to right."""
-    ids = np.arange(mesh.size).reshape(-1, mesh.sizes[-1]) if mesh.axes else np.zeros((1, 1), dtype=int)
+    ids = mesh.devices.reshape(-1, mesh.sizes[-1]) if mesh.axes else np.zeros((1, 1), dtype=int)
     caption = "" if len(mesh.axes) < 2 else f"down: {', '.join(mesh.names[:-1])}; across: {mesh.names[-1]}"
     return Picture(f"mesh {mesh}", _grid([[frozenset((int(i),)) for i in row] for row in ids], mesh.size), caption)
 
@@ -29,7 +29,7 @@ def tensor_picture(tensor: TensorRecord, mesh: Mesh) -> Picture:
     sharded = [dim for dim, count in enumerate(counts) if count > 1]
     down, across = _shown_dims(sharded)
     holders: dict[tuple[int, int], set[int]] = defaultdict(set)
-    for device, place in enumerate(np.ndindex(*mesh.sizes)):
+    for place, device in np.ndenumerate(mesh.devices):
         block = [0] * len(tensor.shape)
         for dim, at, size in zip(layout, place, mesh.sizes, strict=True):
             if dim >= 0:

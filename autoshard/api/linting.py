@@ -99,7 +99,7 @@ def lint(
     """
     with outside_mesh(keep_auto=True):
         there = cluster_of(cluster)
-        traced, _, _ = traced_of(fn, args, donate_argnums, () if mesh is None else given_mesh(mesh).names, there)
+        traced, _, _ = traced_of(fn, args, donate_argnums, () if mesh is None else given_mesh(mesh).all_names, there)
         graph = traced.graph
         if isinstance(in_specs, str) and in_specs == ARGUMENTS:
             pins = user_pins(Asked(arguments=True), graph, own_annotations(fn, args, traced), False)
@@ -122,7 +122,7 @@ def lint(
             even[path] = PartitionSpec(*(None if dim in uneven else entry for dim, entry in enumerate(spec)))
         found = [_padded(joined(paths, True), len(paths), *key[1:]) for key, paths in padded.items()]
         found += _uneven_constraints(graph, on)
-        strategy = evaluate(fn, *args, cluster=there, mesh=dict(on.axes), in_specs=even, donate_argnums=donate_argnums)
+        strategy = evaluate(fn, *args, cluster=there, mesh=dict(on.shape), in_specs=even, donate_argnums=donate_argnums)
     assert strategy._judged is not None, "it was just traced"
     uneven = {path for paths in padded.values() for path in paths}
     found += findings(strategy._judged, uneven, partial(_without, strategy, there, on, [even[path] for path in graph.argument_paths]))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import jax
 
+from autoshard.api.argument_shardings import spec_words
 from autoshard.api.user_pins import UserPins, constraints
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, ShardingError
-from autoshard.ir import Graph, Mesh, axes_of_product
+from autoshard.ir import Graph, Mesh, Op, axes_of_product
 from autoshard.lower import STAGE_AXIS
 from autoshard.mesh_search.candidates import candidate_meshes, placed
 from autoshard.search import Searcher
@@ -21,36 +23,45 @@ from autoshard.trace import axes_of, mesh_in_force
 MOST_AXES = 3  # of meshes that are searched
 ALIKE = 0.75  # of two names of mesh axes, as `difflib` has it: 'dta' is 'data' misspelt, 'batch' is not
 
+Written = tuple[str, Sequence[Any]]
+"""What a spec is on, in words, and the spec."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """A mesh that something is on: its axes, those that the spec there names, and what that is, in words."""
+    """A mesh that something is on, the axes that the spec there names, and what that is, in words."""
 
-    mesh: tuple[tuple[str, int], ...]
-    axes: frozenset[str]
+    mesh: Mesh
+    named: frozenset[str]
     what: str
 
-
-def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: int, stages: int = 1) -> tuple[tuple[Mesh, ...], bool]:
+def meshes_of(
+    cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: int, stages: int = 1, more: Sequence[Written] = ()
+) -> tuple[tuple[Mesh, ...], bool]:
     """The meshes to try, and whether nobody named their axes.
 
-    They are the given one in its best placements, the one that the program or an argument fixes, or all that have the axes of pins.
+    They are the given one in its best placements, the one that the program or an argument fixes, or all that have the axes of pins. Where
+    specs have several axes on one dimension, layouts have these in the same order.
 
     Args:
         stages: those of one program, which have the first axis; others are for the devices of each.
+        more: further specs, with what they are on.
 
     Raises:
-        ShardingError: an axis of a pin is misspelt, or two of the pins, the program and ``given`` are on different meshes.
+        ShardingError: an axis of a pin is misspelt, two of the pins, the program and ``given`` are on different meshes, or have axes in
+            different orders.
         ClusterError: a mesh does not cover the cluster.
     """
     check_meshes(pins, given)
+    written = [*pins.ordering(), *more]
     if given is not None:
-        return placed(cluster, [given], renamed=False) if given.placement is None else (given,), False
+        mesh = in_order(with_idle_axes(given, pins), written, pins.graph)
+        return placed(cluster, [mesh], renamed=False) if given.placement is None else (mesh,), False
     if next(_of_arguments(pins), None) is not None:
-        return placed(cluster, [fixed_mesh(cluster, pins)], renamed=False), False
-    if (mesh := _mesh_of_program(cluster, pins.graph)) is not None:
-        return (mesh,), False
-    names = pins.axes
+        return placed(cluster, [in_order(fixed_mesh(cluster, pins), written, pins.graph)], renamed=False), False
+    if (mesh := _mesh_of_program(cluster, pins)) is not None:
+        return (in_order(mesh, written, pins.graph),), False
+    names = _ordered(pins.axes, written)
     _check_spelling(pins.asked.axes)
     if stages > 1:
         names, n = tuple(axis for axis in names if axis != STAGE_AXIS), cluster.n_devices // stages
@@ -62,7 +73,8 @@ def meshes_of(cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: in
 
 def with_stage_axis(mesh: Mesh, stages: int) -> Mesh:
     """The mesh of all devices, of which each stage of one program has a part with this mesh; itself for one stage."""
-    return mesh if stages == 1 else Mesh(((STAGE_AXIS, stages), *mesh.axes))
+    axis = STAGE_AXIS, stages
+    return mesh if stages == 1 else Mesh((axis, *mesh.axes), shape=(axis, *mesh.shape))
 
 
 def fixed_mesh(cluster: Cluster, pins: UserPins) -> Mesh:
@@ -74,7 +86,7 @@ def fixed_mesh(cluster: Cluster, pins: UserPins) -> Mesh:
     first = next(_of_arguments(pins), None)
     if first is None:
         raise ShardingError("shardings are on a mesh, and no argument that is sharded has one. Give the sizes of its axes: mesh=.")
-    mesh = Mesh(first.mesh)
+    mesh = with_idle_axes(first.mesh, pins)
     if mesh.size != cluster.n_devices:
         raise ShardingError(
             f"the mesh on which arguments are covers the cluster: {first.what} is on {mesh}, of {mesh.size} devices, and {cluster} has "
@@ -83,24 +95,79 @@ def fixed_mesh(cluster: Cluster, pins: UserPins) -> Mesh:
     return mesh
 
 
+def with_idle_axes(mesh: Mesh, pins: UserPins) -> Mesh:
+    """The mesh with the axes of size 1 that specs name on others, of which it has all larger ones."""
+    fixed = [*_of_arguments(pins), *_of_program(pins.graph)]
+    idle = {name: 1 for one in fixed for name, size in one.mesh.shape if size == 1 and name in one.named and name not in mesh.all_names}
+    return replace(mesh, shape=(*mesh.shape, *idle.items()))
+
+
+def in_order(mesh: Mesh, written: Iterable[Written], graph: Graph) -> Mesh:
+    """The mesh with its axes numbered in the order in which specs have them on one dimension.
+
+    Raises:
+        ShardingError: two specs have different orders.
+    """
+    names = _ordered(mesh.names, written)
+    if names == mesh.names:
+        return mesh
+    if (op := next(_shard_maps(graph), None)) is not None:
+        raise ShardingError(
+            f"the specs of a program with a shard_map have axes on one dimension in the order of the mesh: that at {op.origin} is on {mesh}, "
+            f"and other specs have the order {names}. Write the axes there as the mesh has them, or make a mesh with the axes in that order."
+        )
+    return mesh.ordered(names)
+
+
+def _ordered(names: Sequence[str], written: Iterable[Written]) -> tuple[str, ...]:
+    """The names in the order that specs demand of those on one dimension, and else as they are."""
+    after: dict[tuple[str, str], tuple[str, Any]] = {}  # by two axes of which the first one comes before, the spec that says so
+    for what, spec in written:
+        for entry in spec:
+            axes = [axis for axis in axes_of((entry,)) if axis in names]
+            after.update((pair, (what, spec)) for pair in pairwise(axes) if pair not in after)
+    left, found = [*names], []
+    while left:
+        free = (name for name in left if not any((other, name) in after for other in left))
+        if (name := next(free, None)) is None:
+            one, other = _contradiction(left, after)
+            raise ShardingError(
+                f"axes that split one dimension together do so in the same order in every spec of a program: {one[0]} has "
+                f"{spec_words(one[1])}, and {other[0]} has {spec_words(other[1])}. Write them in the same order; an array that is sharded in "
+                "the other one is moved by jax.device_put before the call."
+            )
+        left.remove(name)
+        found.append(name)
+    return tuple(found)
+
+
+def _contradiction(names: Sequence[str], after: Mapping[tuple[str, str], tuple[str, Any]]) -> tuple[tuple[str, Any], tuple[str, Any]]:
+    """Two specs, and what they are on, of a circle of axes each of which comes before the next."""
+    walk = [names[0]]
+    while walk.count(walk[-1]) < 2:
+        walk.append(next(other for other in names if (other, walk[-1]) in after))
+    circle = walk[walk.index(walk[-1]) :]
+    specs = [after[other, name] for name, other in pairwise(circle)]
+    return specs[0], next((each for each in specs if each != specs[0]), specs[-1])
+
+
 def _of_arguments(pins: UserPins) -> Iterator[_Fixed]:
     for position, kept in pins.kept.items():
         if kept.mesh is not None and kept.axes:
-            yield _Fixed(kept.mesh, frozenset(kept.axes), f"{pins.graph.argument_paths[position]} (by {kept.source})")
+            yield _Fixed(Mesh(kept.mesh), frozenset(kept.axes), f"{pins.graph.argument_paths[position]} (by {kept.source})")
 
 
-def _mesh_of_program(cluster: Cluster, graph: Graph) -> Mesh | None:
+def _mesh_of_program(cluster: Cluster, pins: UserPins) -> Mesh | None:
     """The mesh that the program fixes, of several shard_maps' meshes one whose axes make up those of all others; None where it fixes none.
 
     Raises:
         ClusterError: it does not cover the cluster.
     """
-    fixed = [*_of_program(graph)]
+    fixed = [*_of_program(pins.graph)]
     if not fixed:
         return None
-    sizes = [[size for _, size in each.mesh] for each in fixed]
-    finest = next((each for each, own in zip(fixed, sizes, strict=True) if all(axes_of_product(other, own) for other in sizes)), fixed[0])
-    mesh = Mesh(finest.mesh)
+    finest = next((one for one in fixed if all(axes_of_product(other.mesh.sizes, one.mesh.sizes) is not None for other in fixed)), fixed[0])
+    mesh = with_idle_axes(finest.mesh, pins)
     if mesh.size != cluster.n_devices:
         raise ClusterError(
             f"a program runs on as many devices as the mesh that it names has: {finest.what} is on {mesh}, of {mesh.size} devices, and "
@@ -110,32 +177,36 @@ def _mesh_of_program(cluster: Cluster, graph: Graph) -> Mesh | None:
 
 
 def _of_program(graph: Graph) -> Iterator[_Fixed]:
-    for op in graph.walk():
-        if "entries" in op.params and op.mapped:
-            yield _Fixed(op.mapped, frozenset(), f"the shard_map at {op.origin}")
+    for op in _shard_maps(graph):
+        yield _Fixed(Mesh(op.mapped), frozenset(), f"the shard_map at {op.origin}")
     for place, spec, mesh in constraints(graph):
         if mesh is not None:
-            yield _Fixed(tuple(mesh.items()), frozenset(axes_of(spec)), place.what)
+            yield _Fixed(Mesh.of(mesh), frozenset(axes_of(spec)), place.what)
+
+
+def _shard_maps(graph: Graph) -> Iterator[Op]:
+    """The ends of the program's shard_maps."""
+    return (op for op in graph.walk() if "entries" in op.params and op.mapped)
 
 
 def check_meshes(pins: UserPins, given: Mesh | None) -> None:
     """Raises `ShardingError` where two specs name axes of different meshes; of the mesh in force they only name axes, if one is given."""
     in_force = tuple(mesh_in_force().shape.items())
     fixed = [*_of_arguments(pins), *_of_program(pins.graph)]
-    named = [one for one in fixed if one.axes and (given is None or one.mesh != in_force)]
+    named = [one for one in fixed if one.named and (given is None or one.mesh.shape != in_force)]
     if given is not None:
-        sizes = dict(given.axes)
-        wrong = next((one for one in named if any(sizes.get(axis, size) != size for axis, size in one.mesh if axis in one.axes)), None)
+        sizes = dict(given.shape)
+        wrong = next((one for one in named if any(sizes.get(axis, size) != size for axis, size in one.mesh.shape if axis in one.named)), None)
         if wrong is not None:
             raise ShardingError(
-                f"specs name axes of one mesh, and mesh= has {given}, while {wrong.what} is on {Mesh(wrong.mesh)}. Leave out mesh=, or "
-                f"give that one: mesh={dict(wrong.mesh)}."
+                f"specs name axes of one mesh, and mesh= has {given}, while {wrong.what} is on {wrong.mesh}. Leave out mesh=, or "
+                f"give that one: mesh={dict(wrong.mesh.shape)}."
             )
         return
-    other = next((one for one in named if one.mesh != named[0].mesh), None)
+    other = next((one for one in named if one.mesh.axes != named[0].mesh.axes), None)
     if other is not None:
         raise ShardingError(
-            f"a strategy has one mesh, and {named[0].what} is on {Mesh(named[0].mesh)}, while {other.what} is on {Mesh(other.mesh)}. "
+            f"a strategy has one mesh, and {named[0].what} is on {named[0].mesh}, while {other.what} is on {other.mesh}. "
             "Use one mesh for both, or specs without a mesh, which only name axes."
         )
 

@@ -107,7 +107,7 @@ def _idle(graph: Graph, assignment: Assignment) -> list[str]:
     sizes = sorted({size for value in graph.arguments for size in graph.values[value].shape if size > 1}, reverse=True)
     found = []
     for axis, (name, n) in enumerate(assignment.mesh.axes):
-        if axis in used or n == 1:
+        if axis in used:
             continue
         fewer = assignment.mesh.size // n
         why = f"its devices repeat each other's work, and {fewer} device{'s' if fewer > 1 else ''} would be as fast"
@@ -132,7 +132,7 @@ def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     total, found = sum(work.values()), []
     for axis, (name, n) in enumerate(assignment.mesh.axes):
         share = sum(flops for op, flops in work.items() if assignment.choice(op.index)[axis][0] < 0) / (total or 1.0)
-        if n > 1 and axis in _used(assignment) and share > MUCH:
+        if axis in _used(assignment) and share > MUCH:
             found.append(f"mesh axis {name} of size {n} repeats {format_percent(share)} of the work of all {what}: {n} devices do the same")
     return found
 

@@ -32,7 +32,7 @@ MADE = "mesh = jax.make_mesh({sizes}, {names}, axis_types=(AxisType.Auto,) * {n_
 PLACED = """\
 # Each mesh axis on the links that it was predicted to have.
 devices = np.array(sorted(jax.devices(), key=lambda device: getattr(device, "coords", ()))).reshape({topology})
-devices = devices.transpose({dims}).reshape({laid}).transpose({back})
+devices = devices.transpose({dims}).reshape({laid}).transpose({back}){given}
 mesh = jax.sharding.Mesh(devices, {names}, axis_types=(AxisType.Auto,) * {n_axes})"""
 
 SHARDINGS = '''\
@@ -197,16 +197,18 @@ def _comment(lines: Iterable[str]) -> str:
 def _mesh(pins: Pins) -> str:
     mesh = pins.record.mesh
     placement = mesh.placement
+    sizes = tuple(size for _, size in mesh.shape)
     if placement is None:
-        made = MADE.format(sizes=mesh.sizes, names=mesh.names, n_axes=len(mesh.axes))
+        made = MADE.format(sizes=sizes, names=mesh.all_names, n_axes=len(sizes))
     else:
         made = PLACED.format(
             topology=placement.topology,
             dims=placement.dims,
             laid=tuple(mesh.sizes[axis] for axis in placement.axes),
-            back=tuple(map(placement.axes.index, range(len(mesh.axes)))),
-            names=mesh.names,
-            n_axes=len(mesh.axes),
+            back=tuple(map(placement.axes.index, mesh.order)),
+            given="" if len(sizes) == len(mesh.axes) else f".reshape({sizes})",
+            names=mesh.all_names,
+            n_axes=len(sizes),
         )
     text = SET_UP.format(mesh=made)
     text = text if placement is None else text.replace("import jax\n", "import jax\nimport numpy as np\n", 1)

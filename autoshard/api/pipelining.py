@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import jax
 
 from autoshard.api.argument_shardings import some
+from autoshard.api.meshes import with_stage_axis
 from autoshard.api.microbatching import found_with_each
 from autoshard.api.recorded import result_structure
 from autoshard.api.strategy import Strategy
@@ -361,7 +362,7 @@ def _unplaced(mesh: Mesh) -> Mesh:
 
 def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, searcher: Any, spent: Mapping[str, float]) -> Record:
     graph, staged = traced.graph, plan.staged
-    mesh = Mesh(((STAGE_AXIS, asked.n_parts), *plan.mesh.axes))
+    mesh = with_stage_axis(plan.mesh, asked.n_parts)
     arguments = [_leaf(plan, "arguments", parts, staged.divided.argument_dims.get(k)) for k, parts in enumerate(staged.divided.arguments)]
     results = [_leaf(plan, "results", parts, staged.divided.result_dims.get(k)) for k, parts in enumerate(staged.divided.results)]
     options = SearcherRecord(searcher.name, plan.stages[0].strategy.record.searcher.options)

@@ -19,7 +19,7 @@ from autoshard.api.start import better, carried, unused
 from autoshard.api.step import Sharded, plain, several
 from autoshard.api.strategy import Strategy
 from autoshard.api.tracing import TracedOnce
-from autoshard.api.user_pins import Asked, UserPins, user_pins, with_batch
+from autoshard.api.user_pins import Asked, UserPins, user_pins, with_batch, written
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -40,7 +40,7 @@ from autoshard.progress import Progress
 from autoshard.recompute import offloaded, optimizer_state, rematerialised
 from autoshard.render import format_bytes, format_percent
 from autoshard.rules import rules_of
-from autoshard.search import Searcher, Solution, batch_dims, solve
+from autoshard.search import Manual, Searcher, Solution, batch_dims, solve
 from autoshard.search.overlap import overlapped
 from autoshard.trace import Annotation, Traced, annotations_of, held, trace
 
@@ -138,7 +138,7 @@ class Prepared:
         facts, assignment = self.facts, solution.assignment
         notes = [*without_rules(facts), *lowered_otherwise(facts.graph, mesh), *whole(facts, assignment), *contended(facts, assignment)]
         notes += [*fetched_early(self.traced, facts.compiler), *self.pins.remarks(mesh, assignment)]
-        record = record_of(self.traced, self.cluster, mesh, solution, searcher, notes)
+        record = record_of(self.traced, self.cluster, mesh, solution, searcher, notes, written(self.traced.graph, self.pins.specs, mesh))
         return Strategy(record, self.traced, self.pins, self.call, Searched(self.facts, problem, solution.hints))
 
     def _model(self, mesh: Mesh, problem: Problem | None) -> CostModel:
@@ -169,10 +169,11 @@ def prepare(
     if given is not None:
         given = with_stage_axis(given, stages)
         cluster.check(given)
-    axes = (*asked.axes, *(given.names if given else ()))
+    axes = (*asked.axes, *(given.all_names if given else ()))
     traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload, stages, rounds)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
-    meshes, is_free = meshes_of(cluster, pins, given, most, stages)
+    more = tuple(searcher.in_specs.items()) if isinstance(searcher, Manual) else ()
+    meshes, is_free = meshes_of(cluster, pins, given, most, stages, more)
     is_limited = memory_limit_bytes is not None
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
     prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args), None, is_limited)

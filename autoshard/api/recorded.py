@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from autoshard.api.structure import describe
 from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
-from autoshard.ir import Layout, Mesh, layout_to_spec, result_layouts
+from autoshard.ir import Layout, Mesh, Spec, layout_to_spec, result_layouts, spec_to_layout
 from autoshard.search import Solution
 from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord, version
 from autoshard.trace import SplitModules, Traced
@@ -42,16 +43,24 @@ def record_of(
     solution: Solution,
     searcher: Any,
     notes: Sequence[str] = (),
+    written: Mapping[int, Spec] = MappingProxyType({}),
 ) -> Record:
-    """The record of a solution for a traced program."""
+    """The record of a solution for a traced program.
+
+    Args:
+        written: by argument position the spec as the user wrote it, where it names axes of size 1 as well; what replaces it has the same.
+    """
     graph, assignment = traced.graph, solution.assignment
 
-    def tensor(path: str, value: int, layout: Layout) -> TensorRecord:
+    def tensor(path: str, value: int, layout: Layout, argument: int) -> TensorRecord:
         found = graph.values[value]
-        return TensorRecord(path, found.shape, found.dtype, layout_to_spec(layout, mesh.names, found.rank))
+        spec, own = written.get(argument), layout_to_spec(layout, mesh.names, found.rank)
+        same = spec is not None and len(spec) == found.rank and spec_to_layout(spec, mesh, found.rank, path) == layout
+        return TensorRecord(path, found.shape, found.dtype, spec if same and spec is not None else own)
 
+    replaced = dict(graph.aliases)
     results = zip(graph.result_paths, graph.results, result_layouts(graph, assignment), strict=True)
-    nowhere = (-1,) * len(mesh.axes)
+    arguments, nowhere = zip(graph.argument_paths, graph.arguments, strict=True), (-1,) * len(mesh.axes)
     return Record(
         name=f"{graph.name}_{searcher.name}",
         program=Program(
@@ -67,8 +76,8 @@ def record_of(
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,
-        arguments=tuple(tensor(path, v, assignment.layout(v)) for path, v in zip(graph.argument_paths, graph.arguments, strict=True)),
-        results=tuple(tensor(path, v, layout) for path, v, layout in results),
+        arguments=tuple(tensor(path, v, assignment.layout(v), k) for k, (path, v) in enumerate(arguments)),
+        results=tuple(tensor(path, v, layout, replaced.get(k, -1)) for k, (path, v, layout) in enumerate(results)),
         argument_structure=describe(traced.in_tree),
         result_structure=result_structure(traced),
         choices={op: choice for op, choice in assignment.choices.items() if any(factor >= 0 for factor, _ in choice)},

@@ -21,7 +21,7 @@ from autoshard.api.confirm import Confirm, confirm_of, noted
 from autoshard.api.explain import GIVEN
 from autoshard.api.finalists import Board
 from autoshard.api.full_plan import checked_plan, checked_schedule
-from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh
+from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh, in_order, with_idle_axes
 from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import contended, whole, without_rules
 from autoshard.api.offloading import checked_offload
@@ -36,14 +36,13 @@ from autoshard.api.start import checked
 from autoshard.api.strategy import Strategy
 from autoshard.api.ticking import check_parts, fastest, is_one_program
 from autoshard.api.tracing import TracedOnce
-from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, user_pins
+from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, constraints, user_pins, written
 from autoshard.cluster import Cluster
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import ShardingError
 from autoshard.ir import Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.judge.model import CostModel
-from autoshard.lower import lowering_mesh
 from autoshard.mesh_search.anytime import checked_seconds, endings
 from autoshard.mesh_search.candidates import placed
 from autoshard.problem import Problem
@@ -196,7 +195,7 @@ def search(
                 assert schedule is not None, "that of one program"
                 devices = cluster_of(cluster)
                 check_parts(devices, n_stages, microbatches)
-                axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).names)
+                axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).all_names)
                 traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices)
                 tried = partial(attempts, whole=(traced, facts), stages=n_stages)
                 (prepared, solution, problem), started = fastest(tried, traced, n_stages, schedule, microbatches, seconds, own)
@@ -267,11 +266,11 @@ def evaluate(
         cluster.check(given)
     if microbatches is not None and isinstance(checked_number(microbatches), str):
         raise ShardingError(f"a sharding is evaluated with a number of microbatches, got {microbatches!r}. Use 4, for instance.")
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, given.names if given else (), cluster, microbatches or 1)
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, given.all_names if given else (), cluster, microbatches or 1)
     graph = traced.graph
     pins = user_pins(Asked(arguments=of_arguments), graph, own_annotations(fn, args, traced) if of_arguments else [], False)
     check_meshes(pins, given)
-    given = given or fixed_mesh(cluster, pins)
+    given = with_idle_axes(given, pins) if given else fixed_mesh(cluster, pins)
     specs = pins.specs if of_arguments else flat_specs(traced, args, in_specs)
     record = evaluated(traced, facts, cluster, given, specs, seconds, pins.notes)
     return Strategy(record, traced, pins, abstract_call(fn, args), Searched(facts))
@@ -288,6 +287,8 @@ def evaluated(
 ) -> Record:
     """As `evaluate`, of a program that is traced, with a spec for each leaf of its arguments; statistics and notes are added to its own."""
     graph, layouts = traced.graph, {}
+    of_constraints = ((place.what, spec) for place, spec, _ in constraints(graph))
+    given = in_order(given, [*zip(graph.argument_paths, specs, strict=True), *of_constraints], graph)
     for value, path, spec in zip(graph.arguments, graph.argument_paths, specs, strict=True):
         layout = spec_to_layout(tuple(spec), given, graph.values[value].rank, path)
         check_divides(layout, graph.values[value].shape, given, path)
@@ -296,7 +297,7 @@ def evaluated(
     entering = [layouts[value] for value in graph.arguments]
     replaced = {result: entering[argument] for result, argument in graph.aliases}
     leaving = [replaced.get(result) for result in range(len(graph.results))]
-    between, sides = propagated(traced.jaxpr, graph, entering, lowering_mesh(given, graph), leaving)
+    between, sides = propagated(traced.jaxpr, graph, entering, given, leaving)
     solutions = []
     for placing in placed(cluster, [given], renamed=False):
         problem = Problem(facts, CostModel(cluster, placing))
@@ -306,7 +307,7 @@ def evaluated(
     solution = Solution(judgement, 0.0, {**stats, "search_seconds": time.perf_counter() - started})
     solution = with_recomputation(facts, CostModel(cluster, placing), solution)
     notes = [*without_rules(facts), *whole(facts, solution.assignment), *contended(facts, solution.assignment), *notes]
-    return record_of(traced, cluster, placing, solution, _Given(), notes)
+    return record_of(traced, cluster, placing, solution, _Given(), notes, written(graph, specs, placing))
 
 
 @dataclass(frozen=True, slots=True)

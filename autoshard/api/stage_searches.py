@@ -109,7 +109,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
             f"with stages={n_stages} a mesh is that of each stage, on {part_of.n_devices} of the {cluster.n_devices} devices of "
             f"{cluster.name}; the mesh {given} has {given.size}. Use axis sizes whose product is {part_of.n_devices}."
         )
-    axes = (*asked.axes, *(given.names if given else ()))
+    axes = (*asked.axes, *(given.all_names if given else ()))
     traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
     asked.check(traced.graph.argument_paths)
     until = None if call.seconds is None else time.perf_counter() + call.seconds
@@ -252,7 +252,7 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         left, progress = limited(left, part(call.progress, 0.6, 0.4))
         own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=progress)
         if like is not None:
-            own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.axes))
+            own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.shape))
             own = replace(own, recomputed=None if like.again is None else again()[like.again])
         return in_stages(own, n_stages, (traced, facts, spent))
 

@@ -24,14 +24,14 @@ from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
 from autoshard.compilers import TARGETS
 from autoshard.errors import StrategyError, TraceError
-from autoshard.ir import Graph, Layout, Rule, replicated, result_layouts
+from autoshard.ir import Graph, Rule
 from autoshard.judge.model import CostModel
-from autoshard.lower import ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle, to_named_sharding
+from autoshard.lower import HOST, ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
 from autoshard.rules import rules_of
-from autoshard.strategy import Record, check_program
+from autoshard.strategy import Record, TensorRecord, check_program
 from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace
 from autoshard.verify import Options
 
@@ -236,19 +236,20 @@ class Step(Sharded):
     def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> Program:
         record = self._record
         traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
-        graph, assignment = traced.graph, record.assignment
+        graph = traced.graph
         if self._graphs is not None:
             save_plan(self._graphs, record, graph, rules)
         check_effects(graph, record.mesh.size)
         mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
         flat = self._flat(traced, rules, path, mesh, differentiable)
 
-        def sharding(layout: Layout, value: int) -> NamedSharding:
+        def sharding(tensor: TensorRecord, value: int) -> NamedSharding:
             found = graph.values[value]  # an empty array lies whole: of one that is split, jaxlib 0.10.2 reads back no more than a shard
-            return to_named_sharding(layout if found.size else replicated(record.mesh), found.rank, mesh, found.on_host)
+            spec = PartitionSpec(*(tensor.spec if found.size else (None,) * found.rank))
+            return NamedSharding(mesh, spec, memory_kind=HOST if found.on_host else None)
 
-        in_shardings = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)
-        out_shardings = [sharding(layout, value) for layout, value in zip(result_layouts(graph, assignment), graph.results, strict=True)]
+        in_shardings = tuple(map(sharding, record.arguments, graph.arguments))
+        out_shardings = [*map(sharding, record.results, graph.results)]
         if around is not None and isinstance(mesh, Mesh) and [*around.devices.flat] == [*mesh.devices.flat]:
             out_shardings = _for_users(out_shardings, traced, around)
 
@@ -307,7 +308,7 @@ def program_of(
     """
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
-        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.names, before=before)
+        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.all_names, before=before)
         traced = rematerialised(traced, record.program.remat)
         if record.program.stages > 1:
             traced = in_one_program(traced, record.program.stages, record.program.microbatches, record.program.rounds)

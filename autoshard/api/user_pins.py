@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.api.argument_shardings import kept_shardings, quoted, some, spec_words
 from autoshard.errors import ShardingError
-from autoshard.ir import Assignment, Graph, Layout, Mesh, check_divides, layout_to_spec, spec_to_layout
+from autoshard.ir import Assignment, Graph, Layout, Mesh, Spec, check_divides, layout_to_spec, spec_to_layout
 from autoshard.ir.naming import matches_of, matching
 from autoshard.lower import STAGE_AXIS
 from autoshard.pipeline.stages import Stage
@@ -151,6 +151,13 @@ class UserPins:
         kept = {at: PartitionSpec(*(None if entry is _OPEN else entry for entry in found.spec or ())) for at, found in self.kept.items()}
         return [self.given.get(at, kept.get(at, PartitionSpec())) for at in range(len(self.graph.arguments))]
 
+    def ordering(self) -> Iterator[tuple[str, Sequence[Any]]]:
+        """The specs that say in which order axes split a dimension, with what each is on, in words."""
+        for position, spec in enumerate(self.specs):
+            yield self.graph.argument_paths[position], spec
+        for place, spec, _ in constraints(self.graph):
+            yield place.what, spec
+
     def on(self, mesh: Mesh) -> dict[int, Pin]:
         """The pins by value number on a mesh.
 
@@ -198,9 +205,9 @@ class UserPins:
     def _check_batch(self, mesh: Mesh) -> None:
         axes = self.asked.batch_axes
         for axis in axes:
-            if axis not in mesh.names:
+            if axis not in mesh.all_names:
                 raise ShardingError(
-                    f"batch_axes are axes of the mesh, got {axis!r}, and the mesh has {mesh}. Use some of {list(mesh.names)}, or give "
+                    f"batch_axes are axes of the mesh, got {axis!r}, and the mesh has {mesh}. Use some of {list(mesh.all_names)}, or give "
                     "a mesh that has it."
                 )
         count = math.prod(size for name, size in mesh.axes if name in axes)
@@ -252,8 +259,9 @@ class UserPins:
         graph, differ = self.graph, {}
         for position, found in self.left.items():
             value, path = graph.arguments[position], graph.argument_paths[position]
-            here = layout_to_spec(assignment.layout(value), mesh.names, graph.values[value].rank)
-            if found.spec is None or not _same(found, here, mesh):
+            layout, rank = assignment.layout(value), graph.values[value].rank
+            if found.spec is None or not _same(found, layout, mesh, rank):
+                here = layout_to_spec(layout, mesh.names, rank)
                 had = f"logical axes {quoted(found.unruled)}" if found.spec is None else spec_words(found.spec)
                 differ.setdefault((found.is_array, position in self.given), []).append(
                     f"{path}, which has {had} and gets {spec_words(here)}"
@@ -320,7 +328,7 @@ def with_batch(pins: UserPins, batch: Mapping[int, int]) -> UserPins:
 
 def _check_logical(kept: Annotation, mesh: Mesh, path: str) -> None:
     """Raises `ShardingError` for a logical axis of NNX that has no rule and is no axis of the mesh."""
-    for name in {*kept.unruled} & {*kept.axes} - {*mesh.names}:
+    for name in {*kept.unruled} & {*kept.axes} - {*mesh.all_names}:
         raise ShardingError(
             f"names in metadata are mesh axes or have a rule, and {name!r} of {path} ({kept.source}) is neither: the mesh has {mesh}. "
             f"Add a rule, ({name!r}, None) or one with a mesh axis in place of None, or give a mesh that has this axis."
@@ -334,8 +342,21 @@ def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:
     return tuple(frozenset((dim,)) if dim >= 0 or not open_dims else open_dims | {-1} for dim in layout)
 
 
-def _same(found: Annotation, spec: tuple, mesh: Mesh) -> bool:
-    """Whether an annotation is this spec of the mesh, entries without axes at the end aside."""
-    n = max((number for number, entry in enumerate(spec, 1) if entry is not None), default=0)
-    sizes = dict(mesh.axes)
-    return found.spec == spec[:n] and (found.mesh is None or all(sizes.get(axis) == dict(found.mesh)[axis] for axis in found.axes))
+def written(graph: Graph, specs: Sequence[PartitionSpec], mesh: Mesh) -> dict[int, Spec]:
+    """By argument position the spec as the user wrote it, where it names axes of size 1, which layouts do not have."""
+    idle, found = {name for name, size in mesh.shape if size == 1}, {}
+    for position, spec in enumerate(specs):
+        if not idle.isdisjoint(axes_of(spec)):
+            entries = [tuple(axes_of((entry,))) for entry in spec]
+            whole = [None if not axes else axes[0] if len(axes) == 1 else axes for axes in entries]
+            found[position] = (*whole, *[None] * (graph.values[graph.arguments[position]].rank - len(whole)))
+    return found
+
+
+def _same(found: Annotation, layout: Layout, mesh: Mesh, rank: int) -> bool:
+    """Whether an annotation is this layout on the mesh; axes of size 1 split nothing."""
+    ours = dict(mesh.axes)
+    theirs = ours if found.mesh is None else dict(found.mesh)
+    here = [[*axes_of((entry,))] for entry in layout_to_spec(layout, mesh.names, rank)]
+    there = [[axis for axis in axes_of((entry,)) if theirs.get(axis, 1) > 1] for entry in found.spec or ()]
+    return there + [[]] * (rank - len(there)) == here and all(ours[axis] == theirs[axis] for axes in here for axis in axes)

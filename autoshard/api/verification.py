@@ -182,7 +182,7 @@ class Verification:
         """All of it as plain JSON values."""
         ratios = {"bytes_ratio": self.bytes_ratio, "flops_ratio": self.flops_ratio}
         verdict = {"exact": self.exact, "near": self.near, "as_predicted": self.as_predicted}
-        return {**asdict(self), "mesh": dict(self.mesh.axes), **verdict, **ratios}
+        return {**asdict(self), "mesh": dict(self.mesh.shape), **verdict, **ratios}
 
     def __str__(self) -> str:
         return str(self.report())

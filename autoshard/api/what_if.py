@@ -160,7 +160,7 @@ class _Question:
         else:
             call = strategy._call if self.batch is None else with_batch_size(strategy, self.batch)
             assert call is not None, "a stage of a pipeline is searched as it is"
-            axes = (*(record.mesh.names if self.wanted is None else self.wanted.names), *self.asked.axes)
+            axes = (*(record.mesh if self.wanted is None else self.wanted).all_names, *self.asked.axes)
             traced, facts, seconds = traced_of(
                 *call, record.donate_argnums, axes, there, microbatches, remat, whole, on_host, program.stages, program.rounds
             )  # fmt: skip
@@ -183,7 +183,7 @@ def _compared(words: str, before: Strategy, after: Strategy) -> WhatIf:
 
 def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
     """The mesh of each stage: that of the question, else the strategy's where the devices are the same, else any."""
-    return dict(pipeline.stages[0].record.mesh.axes) if mesh is None and cluster is None else mesh
+    return dict(pipeline.stages[0].record.mesh.shape) if mesh is None and cluster is None else mesh
 
 
 def _pipeline(

@@ -17,7 +17,7 @@ from autoshard.cluster.catalogue import CATALOGUE, OTHER_NAMES, Entry
 from autoshard.cluster.device import Device
 from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
 from autoshard.errors import ClusterError
-from autoshard.ir import Mesh
+from autoshard.ir import Mesh, Placement
 from autoshard.render import format_alternatives
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
@@ -245,7 +245,8 @@ class Cluster:
                 f"a mesh is placed on the cluster's own topology: {self.name} has {self.dimensions}, outermost first, the mesh {mesh} was "
                 f"placed on {mesh.placement.topology}. Search again for this cluster."
             )
-        return place(self.interconnect, self.dimensions, mesh.sizes, mesh.placement)
+        placement = mesh.placement or Placement(self.dimensions, tuple(range(len(self.dimensions))), mesh.order)
+        return place(self.interconnect, self.dimensions, mesh.sizes, placement)
 
     @property
     def dimensions(self) -> tuple[int, ...]:

@@ -156,7 +156,7 @@ def repeated_work(programs: Sequence[Judged]) -> tuple[RepeatedWork, ...]:
         seconds = sum(by_layer.values())
         uneven = sum(seconds for judged, op, seconds in whole if not _divides(judged, op, size))
         saved = seconds * (1 - 1 / size)
-        if size > 1 and saved > LEAST_REPEATED * sum(judged.record.cost.makespan_seconds for judged in programs):
+        if saved > LEAST_REPEATED * sum(judged.record.cost.makespan_seconds for judged in programs):
             ranked = sorted(by_layer.items(), key=lambda item: (-item[1], item[0]))
             found.append(RepeatedWork(name, size, seconds, uneven, saved, tuple(ranked[:5])))
     return tuple(found)

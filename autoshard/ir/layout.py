@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
 import numpy as np
@@ -51,33 +51,47 @@ class Placement:
 class Mesh:
     """A logical mesh: axis names and sizes, outermost (slowest link) first.
 
-    Attributes:
-        axes: the names and sizes.
-        placement: its mapping to the cluster; None: JAX decides, and costs assume row-major.
-        sizes: of the axes.
+    Axes of size 1 split nothing: layouts and choices have no entry for them, only specs and the JAX mesh do.
 
-    >>> mesh = Mesh((("data", 4), ("model", 2)))
-    >>> mesh.size, mesh.names, mesh.sizes
-    (8, ('data', 'model'), (4, 2))
+    Attributes:
+        axes: the names and sizes of those larger than 1, in the order in which layouts number them, and in which several of them split one
+            dimension.
+        placement: its mapping to the cluster, of these axes; None: JAX decides, and costs assume row-major in the order of ``shape``.
+        shape: all axes in the order of the JAX mesh, those of size 1 among them; by default ``axes`` as they are given.
+        sizes: of ``axes``.
+
+    >>> mesh = Mesh((("data", 4), ("idle", 1), ("model", 2)))
+    >>> mesh.size, mesh.names, mesh.sizes, str(mesh)
+    (8, ('data', 'model'), (4, 2), 'data=4 x idle=1 x model=2')
     """
 
     axes: tuple[tuple[str, int], ...]
     placement: Placement | None = None
+    shape: tuple[tuple[str, int], ...] = ()
     sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "sizes", tuple(size for _, size in self.axes))
-        names = [name for name, _ in self.axes]
+        given, shape = self.axes, self.shape or self.axes
+        names = [name for name, _ in shape]
         if len(set(names)) != len(names):
             raise ShardingError(f"mesh axis names must be distinct, got {names}. Rename one of them.")
-        for name, size in self.axes:
+        for name, size in shape:
             if not isinstance(name, str) or not name:
                 raise ShardingError(f"a mesh axis name is a non-empty string, got {name!r}.")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ShardingError(f"mesh axis {name!r} must have a positive integer size, got {size!r}.")
+        splitting = tuple(axis for axis in given if axis[1] > 1)
+        if sorted(splitting) != sorted(axis for axis in shape if axis[1] > 1):
+            raise ShardingError(f"the axes that split are those of the mesh larger than 1: got {given} of {shape}.")
+        object.__setattr__(self, "axes", splitting)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "sizes", tuple(size for _, size in splitting))
         placed = self.placement
-        if placed is not None and (len(placed.axes) != len(names) or math.prod(placed.topology) != self.size):
+        if placed is not None and (len(placed.axes) not in (len(given), len(splitting)) or math.prod(placed.topology) != self.size):
             raise ShardingError(f"a placement orders the axes of its mesh, and has as many devices: got {placed} for {self}.")
+        if placed is not None and len(placed.axes) > len(splitting):
+            kept = [number for number in placed.axes if given[number][1] > 1]
+            object.__setattr__(self, "placement", replace(placed, axes=tuple(map(sorted(kept).index, kept))))
 
     @classmethod
     def of(cls, shape: Mapping[str, int]) -> Mesh:
@@ -89,12 +103,39 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     @property
+    def all_names(self) -> tuple[str, ...]:
+        """Those of all axes, also of size 1."""
+        return tuple(name for name, _ in self.shape)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The numbers of ``axes`` in the order of ``shape``."""
+        names = self.names
+        return tuple(names.index(name) for name in self.all_names if name in names)
+
+    @property
     def size(self) -> int:
         """Number of devices."""
         return math.prod(self.sizes)
 
+    @property
+    def devices(self) -> np.ndarray:
+        """The number of each device, row-major over ``shape``, as an array of the shape ``sizes``."""
+        return np.arange(self.size).reshape([self.sizes[axis] for axis in self.order]).transpose(np.argsort(self.order))
+
+    def ordered(self, names: Sequence[str]) -> Mesh:
+        """The same devices with layouts that number the axes in another order.
+
+        >>> mesh = Mesh.of({"x": 4, "y": 2}).ordered(("y", "x"))
+        >>> mesh.names, str(mesh), layout_to_spec((0, 0), mesh.names, 1)
+        (('y', 'x'), 'x=4 x y=2', (('y', 'x'),))
+        """
+        numbers = [self.names.index(name) for name in names if name in self.names]
+        placed = self.placement and replace(self.placement, axes=tuple(map(numbers.index, self.placement.axes)))
+        return Mesh(tuple(self.axes[number] for number in numbers), placed, self.shape)
+
     def __str__(self) -> str:
-        return " x ".join(f"{name}={size}" for name, size in self.axes)
+        return " x ".join(f"{name}={size}" for name, size in self.shape)
 
 
 def axes_of_product(products: Sequence[int], sizes: Sequence[int]) -> tuple[tuple[int, ...], ...] | None:
@@ -226,25 +267,27 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
             f"Use {rank} at most; a pattern of paths may match tensors of several ranks."
         )
     layout = [-1] * len(mesh.axes)
+    dim_of: dict[str, int] = {}
     for dim, entry in enumerate(spec):
         if entry is None:
             continue
         axes = (entry,) if isinstance(entry, str) else tuple(entry)
         for name in axes:
-            if name not in mesh.names:
+            if name not in mesh.all_names:
                 raise ShardingError(
                     f"{what}: dim {dim} names mesh axis {name!r}, and the mesh has {mesh}. "
-                    f"Use one of {list(mesh.names)}, or give a mesh that has it."
+                    f"Use one of {list(mesh.all_names)}, or give a mesh that has it."
                 )
-            axis = mesh.names.index(name)
-            if layout[axis] == dim:
+            if dim_of.get(name) == dim:
                 raise ShardingError(f"{what}: dim {dim} names mesh axis {name!r} twice; it may be named once. Leave one of them out.")
-            if layout[axis] >= 0:
+            if name in dim_of:
                 raise ShardingError(
-                    f"{what}: mesh axis {name!r} shards both dim {layout[axis]} and dim {dim}; it may shard one. Write None for the other."
+                    f"{what}: mesh axis {name!r} shards both dim {dim_of[name]} and dim {dim}; it may shard one. Write None for the other."
                 )
+            dim_of[name] = dim
+        order = [mesh.names.index(name) for name in axes if name in mesh.names]
+        for axis in order:
             layout[axis] = dim
-        order = [mesh.names.index(name) for name in axes]
         if order != sorted(order):
             raise ShardingError(
                 f"{what}: axes {axes} on dim {dim} are not in mesh order {mesh.names}. Write them in mesh order, or reorder the mesh."

@@ -15,6 +15,7 @@ from autoshard.lower.mesh import (
     rows_spec,
     stage_meshes,
     to_named_sharding,
+    to_partition_spec,
 )
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
@@ -46,5 +47,6 @@ __all__ = [
     "stage_meshes",
     "stored_layout",
     "to_named_sharding",
+    "to_partition_spec",
     "unread",
 ]

@@ -49,7 +49,7 @@ from autoshard.ir import (
 )
 from autoshard.ir.scan import num_consts
 from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
-from autoshard.lower.mesh import to_named_sharding
+from autoshard.lower.mesh import to_named_sharding, to_partition_spec
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.xla_workarounds import in_range, with_workarounds
@@ -133,7 +133,8 @@ class _Plan(Plan):
 
     def constrained(self, x: Any, value: int, layout: Layout) -> Any:
         rank = np.ndim(x)
-        return self.constrain(x, to_named_sharding(layout, rank, self.mesh), value) if rank else x
+        names = self.assignment.mesh.names
+        return self.constrain(x, to_named_sharding(layout, rank, names, self.mesh), value) if rank else x
 
     def reshard(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
         for step in self.reshard_path(value, source, target):
@@ -321,7 +322,7 @@ class _Region(Interpreter):
             return apply(eqn, read)
 
         def specs(arrays: Iterable[Any], layouts: Iterable[Layout]) -> tuple[PartitionSpec, ...]:
-            return tuple(to_named_sharding(layout, np.ndim(x), mesh).spec for x, layout in zip(arrays, layouts, strict=True))
+            return tuple(to_partition_spec(layout, np.ndim(x), axes.names) for x, layout in zip(arrays, layouts, strict=True))
 
         leaving = specs((v.aval for v in eqn.outvars), (computed_layout(rule, choice, k) for k in range(len(eqn.outvars))))
         entering = specs(read, targets)

@@ -51,7 +51,7 @@ from autoshard.ir import (
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower.collectives import combined, moved
 from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, unread
-from autoshard.lower.mesh import to_named_sharding
+from autoshard.lower.mesh import to_partition_spec
 from autoshard.lower.nested import Inside, Mesh, axes_of
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
@@ -125,7 +125,7 @@ def manual_program(
         return lax.optimization_barrier((placed, *unread))[0] if unread else placed
 
     def spec(value: int, layout: Layout) -> PartitionSpec:
-        return to_named_sharding(layout, graph.values[value].rank, mesh).spec
+        return to_partition_spec(layout, graph.values[value].rank, assignment.mesh.names)
 
     entering = [spec(value, plan.layout(value)) for value in graph.arguments]
     made = [spec(value, layout) for value, layout in zip(graph.results, leaving, strict=True)]

@@ -44,10 +44,11 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
             f"Search on a smaller cluster, pass devices=..., or on a CPU set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
     found = found[: mesh.size]
-    types = (AxisType.Auto,) * len(mesh.axes)
+    sizes, types = tuple(size for _, size in mesh.shape), (AxisType.Auto,) * len(mesh.shape)
     if mesh.placement is None:
-        return jax.make_mesh(mesh.sizes, mesh.names, axis_types=types, devices=found)
-    return jax.sharding.Mesh(_placed(mesh, mesh.placement, sorted(found, key=_coordinates)), mesh.names, axis_types=types)
+        return jax.make_mesh(sizes, mesh.all_names, axis_types=types, devices=found)
+    placed = _placed(mesh, mesh.placement, sorted(found, key=_coordinates))
+    return jax.sharding.Mesh(placed.transpose(mesh.order).reshape(sizes), mesh.all_names, axis_types=types)
 
 
 def stage_meshes(meshes: Sequence[Mesh], devices: Sequence[Any] | None = None) -> tuple[jax.sharding.Mesh, ...]:
@@ -115,7 +116,7 @@ def _coordinates(device: Any) -> tuple[int, ...]:
 
 
 def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndarray:
-    """The devices, given row-major over the cluster, as an array shaped like the mesh."""
+    """The devices, given row-major over the cluster, as an array of the shape ``mesh.sizes``."""
     grid = np.empty(len(devices), object)
     grid[:] = devices
     laid = grid.reshape(placement.topology).transpose(placement.dims).reshape([mesh.sizes[axis] for axis in placement.axes])
@@ -124,7 +125,8 @@ def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndar
 
 def abstract_mesh(mesh: Mesh) -> AbstractMesh:
     """The JAX mesh without devices, for lowering."""
-    return AbstractMesh(mesh.sizes, mesh.names, axis_types=(AxisType.Auto,) * len(mesh.axes))
+    sizes = tuple(size for _, size in mesh.shape)
+    return AbstractMesh(sizes, mesh.all_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def lowering_mesh(mesh: Mesh, graph: Graph) -> jax.sharding.Mesh | AbstractMesh:
@@ -136,7 +138,13 @@ def lowering_mesh(mesh: Mesh, graph: Graph) -> jax.sharding.Mesh | AbstractMesh:
     return jax_mesh(mesh) if any(op.primitive in _NEED_DEVICES for op in graph.walk()) else abstract_mesh(mesh)
 
 
-def to_named_sharding(layout: Layout, rank: int, mesh: jax.sharding.Mesh | AbstractMesh, on_host: bool = False) -> NamedSharding:
-    """The `NamedSharding` of a layout of a tensor of this rank, in the memory of devices or of their hosts."""
-    spec = PartitionSpec(*layout_to_spec(layout, mesh.axis_names, rank))
-    return NamedSharding(mesh, spec, memory_kind=HOST if on_host else None)
+def to_named_sharding(
+    layout: Layout, rank: int, names: Sequence[str], mesh: jax.sharding.Mesh | AbstractMesh, on_host: bool = False
+) -> NamedSharding:
+    """The `NamedSharding` of a layout, over axes of these names, of a tensor of this rank, in the memory of devices or of their hosts."""
+    return NamedSharding(mesh, to_partition_spec(layout, rank, names), memory_kind=HOST if on_host else None)
+
+
+def to_partition_spec(layout: Layout, rank: int, names: Sequence[str]) -> PartitionSpec:
+    """The `PartitionSpec` of a layout, over axes of these names, of a tensor of this rank."""
+    return PartitionSpec(*layout_to_spec(layout, names, rank))

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir import Layout, Op
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import holder_values, manual_program, stored_layout, to_named_sharding
+from autoshard.lower import holder_values, manual_program, stored_layout, to_partition_spec
 from autoshard.lower.control_flow import FLOWS, Flows
 from autoshard.pipeline.equations import as_they_are, evaluate, handed_dtypes, is_var, nbytes, needed_by, value
 from autoshard.pipeline.micro import loop_of
@@ -319,10 +319,10 @@ class _Divided:
     def _arrival_spec(self, k: int) -> PartitionSpec:
         inputs = self._flows.inputs[0]
         layout = inputs[len(inputs) - len(self.arrivals) + k]
-        return to_named_sharding(layout, self.arrivals[k].aval.ndim, self.plan.mesh).spec
+        return to_partition_spec(layout, self.arrivals[k].aval.ndim, self.plan.assignment.mesh.names)
 
     def _sent_spec(self, k: int) -> PartitionSpec:
-        return to_named_sharding(self._flows.outputs[0][k], len(self._shape(k)), self.plan.mesh).spec
+        return to_partition_spec(self._flows.outputs[0][k], len(self._shape(k)), self.plan.assignment.mesh.names)
 
     def _send_specs(self) -> Iterator[PartitionSpec]:
         first = self.n_carry + self.n_stacked

@@ -57,7 +57,7 @@ def devices_of(cluster: Cluster, mesh: Mesh) -> Devices:
     topology, sizes = cluster.dimensions, mesh.sizes
     placement = mesh.placement
     dims = tuple(range(len(topology))) if placement is None else placement.dims
-    axes = tuple(range(len(sizes))) if placement is None else placement.axes
+    axes = mesh.order if placement is None else placement.axes
     places = list(product(*map(range, topology)))
     order = sorted(range(len(places)), key=lambda k: [places[k][dim] for dim in dims])  # as `autoshard.lower.mesh` assigns them
     coordinates: list[tuple[int, ...]] = [()] * len(places)

@@ -179,8 +179,8 @@ def spec_entry(node: Node, mesh: Mesh) -> str | tuple[str, ...] | None:
 
 
 def mesh_axis(node: Node, mesh: Mesh) -> str:
-    if node.value not in mesh.names:
-        raise node.error(f"a mesh axis, one of {', '.join(mesh.names)}")
+    if node.value not in mesh.all_names:
+        raise node.error(f"a mesh axis, one of {', '.join(mesh.all_names)}")
     return node.value
 
 

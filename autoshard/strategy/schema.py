@@ -48,7 +48,8 @@ def encode(record: Record) -> dict[str, Any]:
             "schema": SCHEMA,
             "name": record.name,
             "program": _encode_program(record.program),
-            "mesh": record.mesh.axes,
+            "mesh": record.mesh.shape,
+            **({} if record.mesh.order == tuple(range(len(names))) else {"axis_order": names}),
             **({} if record.mesh.placement is None else {"placement": asdict(record.mesh.placement)}),
             "searcher": {"name": record.searcher.name, "options": _sorted(record.searcher.options)},
             "provenance": asdict(record.provenance),
@@ -86,10 +87,10 @@ def decode(document: Node) -> Record:
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
-        optional=("placement", "confirmation", "ahead", "windows", "pipeline"),
+        optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline"),
     )
     program = _program(part["program"])
-    mesh = _mesh(part["mesh"], part.get("placement"))
+    mesh = _mesh(part["mesh"], part.get("placement"), part.get("axis_order"))
     arguments = tuple(_tensor(node, mesh) for node in part["arguments"].items())
     results = tuple(_tensor(node, mesh) for node in part["results"].items())
     sizes = len(arguments), len(results), mesh.size
@@ -143,7 +144,7 @@ def _program(node: Node) -> Program:
     return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches, remat, offload, stages, rounds)
 
 
-def _mesh(node: Node, placement: Node | None) -> Mesh:
+def _mesh(node: Node, placement: Node | None = None, order: Node | None = None) -> Mesh:
     axes = []
     for axis in node.items():
         name, size = axis.items(2)
@@ -154,14 +155,24 @@ def _mesh(node: Node, placement: Node | None) -> Mesh:
         mesh = Mesh(tuple(axes))
     except ShardingError:
         raise node.error(f"mesh axes with distinct names, not {[name for name, _ in axes]}") from None
+    if order is not None:
+        names = [name.text() for name in order.items(len(mesh.axes))]
+        if sorted(names) != sorted(mesh.names):
+            raise order.error(f"the mesh axes larger than 1, {', '.join(mesh.names)}, in the order of layouts")
+        mesh = mesh.ordered(names)
     if placement is None:
         return mesh
     part = placement.fields("topology", "dims", "axes")
     orders = {name: tuple(size.integer(0) for size in child.items()) for name, child in part.items()}
     try:
-        return replace(mesh, placement=Placement(**orders))
+        return _placed(mesh, Placement(**orders))
     except ShardingError as error:
         raise placement.error(f"a placement of the mesh {mesh} ({str(error).rstrip('.')})") from None
+
+
+def _placed(mesh: Mesh, placement: Placement) -> Mesh:
+    """The mesh so placed; files of earlier versions number axes of size 1 too."""
+    return Mesh(mesh.shape, placement) if len(placement.axes) > len(mesh.axes) else replace(mesh, placement=placement)
 
 
 def _searcher(node: Node) -> SearcherRecord:
@@ -197,7 +208,7 @@ def _encode_confirmation(confirmation: Confirmation) -> dict[str, Any]:
     for each in confirmation.finalists:
         known = {name: float(value) for name in _MEASURED if (value := getattr(each, name)) is not None}
         texts = {name: value for name in ("reason", "measure") if (value := getattr(each, name))}
-        required = {"found_by": each.found_by, "mesh": each.mesh.axes, "predicted_seconds": float(each.predicted_seconds)}
+        required = {"found_by": each.found_by, "mesh": each.mesh.shape, "predicted_seconds": float(each.predicted_seconds)}
         finalists.append({**required, "outcome": each.outcome, **texts, **known})
     return {"by": confirmation.by, "name": confirmation.name, "version": confirmation.version, "finalists": finalists}
 
@@ -215,7 +226,7 @@ def _finalist(node: Node) -> Finalist:
     part = node.fields("found_by", "mesh", "predicted_seconds", "outcome", optional=("reason", "measure", *_MEASURED))
     return Finalist(
         found_by=part["found_by"].text(),
-        mesh=_mesh(part["mesh"], None),
+        mesh=_mesh(part["mesh"]),
         predicted_seconds=part["predicted_seconds"].number(),
         outcome=one_of(part["outcome"], OUTCOMES),
         reason=part["reason"].text() if "reason" in part else "",
@@ -286,7 +297,7 @@ def _encode_choice(choice: Choice, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _choice(node: Node, mesh: Mesh) -> Choice:
-    found = {name: (-1, -1) for name in mesh.names}
+    found = {name: (-1, -1) for name in mesh.all_names}
     for name, entry in node.members():
         mesh_axis(Node(name, entry.where), mesh)
         if isinstance(entry.value, list):
@@ -294,10 +305,13 @@ def _choice(node: Node, mesh: Mesh) -> Choice:
             found[name] = factor.integer(0, MAX_FACTORS), scatter.integer(0, MAX_RANK)
         else:
             found[name] = entry.integer(0, MAX_FACTORS), -1
-    return tuple(found.values())
+    return tuple(found[name] for name in mesh.names)
 
 
 def _layout(node: Node, mesh: Mesh) -> Layout:
+    """A layout; those of earlier versions have axes of size 1 too."""
+    if isinstance(node.value, list) and len(node.value) == len(mesh.shape) > len(mesh.axes):
+        return tuple(dim.integer(-1, MAX_RANK) for dim, (_, size) in zip(node.items(), mesh.shape, strict=True) if size > 1)
     return tuple(dim.integer(-1, MAX_RANK) for dim in node.items(len(mesh.axes)))
 
 

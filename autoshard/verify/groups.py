@@ -1,6 +1,6 @@
 """Mesh axes of a collective, from its device groups in any of HLO's notations.
 
-Devices are numbered row-major over the mesh. The notations are lists ``{{0,1},{2,3}}``, an iota ``[4,2]<=[2,4]T(1,0)``
+Devices are numbered row-major over the mesh as JAX has it. The notations are lists ``{{0,1},{2,3}}``, an iota ``[4,2]<=[2,4]T(1,0)``
 (device numbers reshaped, transposed, split into rows), and a mesh with axes, sub-axes included:
 ``mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'x','y':(1)2}``.
 """
@@ -57,7 +57,7 @@ def _spanned(groups: Groups, mesh: Mesh) -> tuple[str, ...]:
 
 def axes_of_pairs(pairs: np.ndarray, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes along which pairs of source and target differ."""
-    ends = pairs.reshape(-1, 2)
+    ends = np.argsort(mesh.devices, axis=None)[pairs.reshape(-1, 2)]
     source, target = (np.array(np.unravel_index(ends[:, k], mesh.sizes)) for k in (0, 1))
     moved = (source != target).any(axis=1)
     return tuple(name for name, differs in zip(mesh.names, moved, strict=True) if differs)
@@ -79,8 +79,8 @@ def parse_groups(attributes: str, n_devices: int) -> Groups | None:
 
 @lru_cache(maxsize=64)
 def _known(mesh: Mesh) -> dict[Groups, tuple[str, ...]]:
-    """The subset of axes of each set of groups, without axes of size one where that is possible."""
-    ids = np.arange(mesh.size).reshape(mesh.sizes)
+    """The subset of axes of each set of groups."""
+    ids = mesh.devices
     found: dict[Groups, tuple[str, ...]] = {}
     for n in range(len(mesh.axes) + 1):
         for axes in combinations(range(len(mesh.axes)), n):

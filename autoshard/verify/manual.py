@@ -28,7 +28,7 @@ def collective(op: Any, count: int, mesh: Mesh) -> Collective:
     else:
         groups = op.attributes["replica_groups"]
         named = re.findall(r'axis_ref<name = "([^"]*)"', str(groups))  # jax 0.11 names axes
-        axes = tuple(name for name, size in mesh.axes if name in named and size > 1) if named else _spanned(groups, mesh)
+        axes = tuple(name for name in mesh.names if name in named) if named else _spanned(groups, mesh)
     local = max(type_bytes(value.type) for value in (op.operands[0], op.results[0]))
     named = re.match(r'loc\("([^"]*)"', str(op.location))
     return Collective(KINDS[op.name], axes, local, count, ServedOp(name=named[1]) if named else None)

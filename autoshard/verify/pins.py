@@ -109,7 +109,7 @@ def fewest_pins(
         flat = constrained(jaxpr, graph, rules, assignment, everything, reshard_path, constrain, differentiable=False)
         results = zip(result_layouts(graph, assignment), graph.results, strict=True)
         pairs = [*((assignment.layout(value), value) for value in graph.arguments), *results]
-        shardings = [to_named_sharding(layout, graph.values[value].rank, everything) for layout, value in pairs]
+        shardings = [to_named_sharding(layout, graph.values[value].rank, mesh.names, everything) for layout, value in pairs]
         return lowered_flat(flat, jaxpr, shardings[: len(graph.arguments)], shardings[len(graph.arguments) :])
 
     def numbered(x: Any, sharding: NamedSharding, value: int) -> Any:

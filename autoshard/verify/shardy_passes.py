@@ -20,7 +20,7 @@ from jaxlib.mlir.passmanager import PassManager
 from autoshard.analysis.values import free_values
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
 from autoshard.lower.interpret import Interpreter, Path, apply, ops_by_path
-from autoshard.lower.mesh import to_named_sharding
+from autoshard.lower.mesh import lowering_mesh, to_named_sharding
 from autoshard.primitives import is_call
 from autoshard.trace import constraint_spec
 from autoshard.trace.mapped import LEAVING
@@ -177,7 +177,7 @@ def _moved(before: Dims, after: Dims, mesh: Mesh) -> tuple[str, ...]:
 
 def _places(dims: Dims, mesh: Mesh) -> dict[str, set[tuple[int, int, str]]]:
     """Per axis its dimension, the number of parts into which the axes before it split that, and its sub-axis suffix."""
-    sizes = dict(mesh.axes)
+    sizes = dict(mesh.shape)
     places: dict[str, set[tuple[int, int, str]]] = {}
     for dim, axes in enumerate(dims):
         parts = 1
@@ -246,7 +246,7 @@ def _dims(sharding: str) -> list[list[tuple[str, str]]]:
 
 def _local_bytes(kind: Any, dims: Dims, mesh: Mesh) -> float:
     """The bytes of one shard of a tensor, padding included."""
-    sizes = dict(mesh.axes)
+    sizes = dict(mesh.shape)
     elements = 1
     for size, axes in zip(ir.RankedTensorType(kind).shape, dims, strict=True):
         parts = math.prod(int(suffix.rpartition(")")[2]) if suffix else sizes[name] for name, suffix in axes)
@@ -271,7 +271,7 @@ def propagated(
     jaxpr: ClosedJaxpr,
     graph: Graph,
     in_layouts: Sequence[Layout | None],
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    mesh: Mesh,
     out_layouts: Sequence[Layout | None] | None = None,
 ) -> tuple[dict[int, Layout], dict[int, Sides]]:
     """The layout of each value by Shardy's propagation, and the layouts of each op's operands and results.
@@ -282,26 +282,28 @@ def propagated(
     Args:
         jaxpr, graph: the program.
         in_layouts: per argument its layout, or None for the propagation's.
-        mesh: JAX's mesh.
+        mesh: that of the layouts.
         out_layouts: per result its layout, or None for the propagation's.
     """
     ranks = [graph.values[value].rank for value in (*graph.arguments, *graph.results)]
     given = [*in_layouts, *([None] * len(graph.results) if out_layouts is None else out_layouts)]
-    shardings = [None if layout is None else to_named_sharding(layout, rank, mesh) for layout, rank in zip(given, ranks, strict=True)]
-    n_arguments = len(graph.arguments)
+    everything, n_arguments = lowering_mesh(mesh, graph), len(graph.arguments)
+    shardings = [
+        None if layout is None else to_named_sharding(layout, rank, mesh.names, everything)
+        for layout, rank in zip(given, ranks, strict=True)
+    ]
     free = tuple(free_values(graph))
 
     def function(*arguments: Any) -> list[Any]:
-        marker = _Marker(ops_by_path(graph), mesh, free)
+        marker = _Marker(ops_by_path(graph), everything, free)
         return marker.run(jaxpr.jaxpr, jaxpr.consts, marker.marks(arguments, graph.arguments))
 
     lowered = lowered_flat(function, jaxpr, shardings[:n_arguments], shardings[n_arguments:])
-    axes = Mesh(tuple(mesh.shape.items()))
     module = _run(lowered, PROPAGATE)
-    values = _marked(module, axes)
+    values = _marked(module, mesh)
     constrained = {op.index: op.results[0] for op in graph.walk() if op.primitive == "sharding_constraint" and op.results[0] in values}
     pinned = {index: ((values[value],), (values[value],)) for index, value in constrained.items()}
-    return values, pinned | _sides(_passed(module, RESHARD), graph, axes)
+    return values, pinned | _sides(_passed(module, RESHARD), graph, mesh)
 
 
 def lowered_flat(
@@ -350,6 +352,8 @@ def _layout(dims: Dims, mesh: Mesh) -> Layout:
     for dim, axes in enumerate(dims):
         last = -1
         for name, suffix in axes:
+            if name not in mesh.names:  # of size 1
+                continue
             axis = mesh.names.index(name)
             if suffix or axis < last:
                 break
