@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import jax
@@ -35,8 +36,15 @@ class _Fixed:
     named: frozenset[str]
     what: str
 
+
 def meshes_of(
-    cluster: Cluster, pins: UserPins, given: Mesh | None, max_axes: int, stages: int = 1, more: Sequence[Written] = ()
+    cluster: Cluster,
+    pins: UserPins,
+    given: Mesh | None,
+    max_axes: int,
+    stages: int = 1,
+    more: Sequence[Written] = (),
+    is_part: bool = False,
 ) -> tuple[tuple[Mesh, ...], bool]:
     """The meshes to try, and whether nobody named their axes.
 
@@ -46,21 +54,31 @@ def meshes_of(
     Args:
         stages: those of one program, which have the first axis; others are for the devices of each.
         more: further specs, with what they are on.
+        is_part: whether the cluster is a part of the devices, as of a stage, so that the program's mesh is taken with fewer of them.
 
     Raises:
         ShardingError: an axis of a pin is misspelt, two of the pins, the program and ``given`` are on different meshes, or have axes in
             different orders.
         ClusterError: a mesh does not cover the cluster.
     """
-    check_meshes(pins, given)
+    is_part = is_part or stages > 1
+    check_meshes(pins, given, is_part)
     written = [*pins.ordering(), *more]
     if given is not None:
         mesh = in_order(with_idle_axes(given, pins), written, pins.graph)
         return placed(cluster, [mesh], renamed=False) if given.placement is None else (mesh,), False
     if next(_of_arguments(pins), None) is not None:
         return placed(cluster, [in_order(fixed_mesh(cluster, pins), written, pins.graph)], renamed=False), False
-    if (mesh := _mesh_of_program(cluster, pins)) is not None:
-        return (in_order(mesh, written, pins.graph),), False
+    if (mesh := _mesh_of_program(pins)) is not None:
+        n = cluster.n_devices // stages
+        found = [in_order(each, written, pins.graph) for each in (_with_fewer(mesh, n) if is_part else [mesh])]
+        if not found or found[0].size != n or (is_part and mesh.size != n and any(_shard_maps(pins.graph))):
+            what = next(one.what for one in _of_program(pins.graph) if one.mesh.axes == mesh.axes)
+            raise ClusterError(
+                f"a program runs on as many devices as the mesh that it names has: {what} is on {mesh}, of {mesh.size} devices, and "
+                f"{cluster} has {n}. Search for a cluster of {mesh.size}, or write that mesh for {n}."
+            )
+        return tuple(with_stage_axis(each, stages) for each in found), False
     names = _ordered(pins.axes, written)
     _check_spelling(pins.asked.axes)
     if stages > 1:
@@ -73,8 +91,20 @@ def meshes_of(
 
 def with_stage_axis(mesh: Mesh, stages: int) -> Mesh:
     """The mesh of all devices, of which each stage of one program has a part with this mesh; itself for one stage."""
+    if stages == 1:
+        return mesh
+    if STAGE_AXIS in mesh.names:
+        raise ShardingError(
+            f"a pipeline has a mesh axis {STAGE_AXIS!r} of its own, and so has the mesh {mesh}. Give that axis another name, or size 1."
+        )
     axis = STAGE_AXIS, stages
-    return mesh if stages == 1 else Mesh((axis, *mesh.axes), shape=(axis, *mesh.shape))
+    return Mesh((axis, *mesh.axes), shape=(axis, *(other for other in mesh.shape if other[0] != STAGE_AXIS)))
+
+
+def _with_fewer(mesh: Mesh, n: int) -> list[Mesh]:
+    """The meshes of so many devices with the same axes, of sizes that divide theirs; an axis of stages has none of them."""
+    parts = [[1] if name == STAGE_AXIS and mesh.size > n else [k for k in range(size, 0, -1) if size % k == 0] for name, size in mesh.shape]
+    return [Mesh(tuple(zip(mesh.all_names, sizes, strict=True))) for sizes in product(*parts) if math.prod(sizes) == n]
 
 
 def fixed_mesh(cluster: Cluster, pins: UserPins) -> Mesh:
@@ -113,8 +143,8 @@ def in_order(mesh: Mesh, written: Iterable[Written], graph: Graph) -> Mesh:
         return mesh
     if (op := next(_shard_maps(graph), None)) is not None:
         raise ShardingError(
-            f"the specs of a program with a shard_map have axes on one dimension in the order of the mesh: that at {op.origin} is on {mesh}, "
-            f"and other specs have the order {names}. Write the axes there as the mesh has them, or make a mesh with the axes in that order."
+            f"specs beside a shard_map have the axes of one dimension in the order of its mesh: that at {op.origin} is on {mesh}, and "
+            f"other specs have the order {names}. Write the axes there as the mesh has them, or make a mesh with the axes in that order."
         )
     return mesh.ordered(names)
 
@@ -133,8 +163,8 @@ def _ordered(names: Sequence[str], written: Iterable[Written]) -> tuple[str, ...
             one, other = _contradiction(left, after)
             raise ShardingError(
                 f"axes that split one dimension together do so in the same order in every spec of a program: {one[0]} has "
-                f"{spec_words(one[1])}, and {other[0]} has {spec_words(other[1])}. Write them in the same order; an array that is sharded in "
-                "the other one is moved by jax.device_put before the call."
+                f"{spec_words(one[1])}, and {other[0]} has {spec_words(other[1])}. Write them in the same order in both; arrays that are "
+                "sharded in the other one are moved when the step is called, or before by jax.device_put."
             )
         left.remove(name)
         found.append(name)
@@ -157,23 +187,13 @@ def _of_arguments(pins: UserPins) -> Iterator[_Fixed]:
             yield _Fixed(Mesh(kept.mesh), frozenset(kept.axes), f"{pins.graph.argument_paths[position]} (by {kept.source})")
 
 
-def _mesh_of_program(cluster: Cluster, pins: UserPins) -> Mesh | None:
-    """The mesh that the program fixes, of several shard_maps' meshes one whose axes make up those of all others; None where it fixes none.
-
-    Raises:
-        ClusterError: it does not cover the cluster.
-    """
+def _mesh_of_program(pins: UserPins) -> Mesh | None:
+    """The mesh that the program fixes, of several shard_maps' meshes one whose axes make up all others'; None where it fixes none."""
     fixed = [*_of_program(pins.graph)]
     if not fixed:
         return None
     finest = next((one for one in fixed if all(axes_of_product(other.mesh.sizes, one.mesh.sizes) is not None for other in fixed)), fixed[0])
-    mesh = with_idle_axes(finest.mesh, pins)
-    if mesh.size != cluster.n_devices:
-        raise ClusterError(
-            f"a program runs on as many devices as the mesh that it names has: {finest.what} is on {mesh}, of {mesh.size} devices, and "
-            f"{cluster} has {cluster.n_devices}. Search for a cluster of {mesh.size}, or write that mesh for {cluster.n_devices}."
-        )
-    return mesh
+    return with_idle_axes(finest.mesh, pins)
 
 
 def _of_program(graph: Graph) -> Iterator[_Fixed]:
@@ -189,14 +209,23 @@ def _shard_maps(graph: Graph) -> Iterator[Op]:
     return (op for op in graph.walk() if "entries" in op.params and op.mapped)
 
 
-def check_meshes(pins: UserPins, given: Mesh | None) -> None:
-    """Raises `ShardingError` where two specs name axes of different meshes; of the mesh in force they only name axes, if one is given."""
+def check_meshes(pins: UserPins, given: Mesh | None, is_part: bool = False) -> None:
+    """Raises `ShardingError` where two specs name axes of different meshes; of the mesh in force they only name axes, if one is given.
+
+    Args:
+        is_part: whether ``given`` may have fewer devices.
+    """
     in_force = tuple(mesh_in_force().shape.items())
     fixed = [*_of_arguments(pins), *_of_program(pins.graph)]
     named = [one for one in fixed if one.named and (given is None or one.mesh.shape != in_force)]
     if given is not None:
         sizes = dict(given.shape)
-        wrong = next((one for one in named if any(sizes.get(axis, size) != size for axis, size in one.mesh.shape if axis in one.named)), None)
+
+        def differs(one: _Fixed) -> bool:
+            pairs = [(size, sizes.get(axis, size)) for axis, size in one.mesh.shape if axis in one.named]
+            return any(theirs % ours if is_part else theirs != ours for theirs, ours in pairs)
+
+        wrong = next(filter(differs, named), None)
         if wrong is not None:
             raise ShardingError(
                 f"specs name axes of one mesh, and mesh= has {given}, while {wrong.what} is on {wrong.mesh}. Leave out mesh=, or "

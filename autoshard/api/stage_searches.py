@@ -123,7 +123,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         program = stage.traced
         facts = _facts_of(program, cluster)
         pins = replace(stage_pins(asked, stage, mesh is None), fixed=fixed)
-        meshes, _ = meshes_of(part_of, pins, mesh, most)
+        meshes, _ = meshes_of(part_of, pins, mesh, most, is_part=True)
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
         prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
         key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), pins.stacked, mesh, tuple(fixed.items()), limit
@@ -179,7 +179,7 @@ def problems_on(asked: Asked, program: Traced, devices: Cluster, mesh: Mesh | No
     pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
     facts = _facts_of(program, devices)
     found: list[Problem] = []
-    for each in meshes_of(devices, pins, mesh, 2)[0]:
+    for each in meshes_of(devices, pins, mesh, 2, is_part=True)[0]:
         alike = (other for other in found if other.mesh.sizes == each.sizes)  # shares most with this one
         found.append(Problem(facts, CostModel(devices, each), pins.on(each), None, next(chain(alike, found), None)))
     return found

@@ -133,16 +133,26 @@ class Reshards:
         while source != target:
             number = layout_number(source, rank)
             after = everything[int(first[np.searchsorted(kept, number), goal])]
-            move = moves.get((number, layout_number(after, rank)))
-            kind, axes = move or ("collective_permute", exchange_axes(source, after, rank, self._sizes))
-            parts = shards(source, self._sizes), shards(after, self._sizes)
-            nbytes = _nbytes(shape, itemsize) / (max(parts) if kind == "collective_permute" else min(parts))
-            *earlier, (whole, groups) = self._phases(kind, axes)
-            for share, some in earlier:
-                steps.append(self._step(kind, axes, source, source, share * nbytes, some))
-            steps.append(self._step(kind, axes, source, after, whole * nbytes, groups))
+            kind, axes = moves.get((number, layout_number(after, rank)), ("collective_permute", ()))
+            steps += self.move(shape, itemsize, kind, axes, source, after)
             source = after
         return tuple(steps)
+
+    def move(self, shape: Sequence[int], itemsize: float, kind: str, axes: tuple[int, ...], source: Layout, target: Layout) -> list[Step]:
+        """The steps of one move; the axes of a permute follow from its layouts."""
+        is_permute = kind == "collective_permute"
+        if is_permute:
+            axes = exchange_axes(source, target, len(shape), self._sizes)
+        parts = shards(source, self._sizes), shards(target, self._sizes)
+        nbytes = _nbytes(shape, itemsize) / (max(parts) if is_permute else min(parts))
+        if not (phases := self._phases(kind, axes)):  # gathered one axis after the other, the last one first
+            *others, last = axes
+            between = tuple(-1 if axis == last else dim for axis, dim in enumerate(source))
+            first = self.move(shape, itemsize, kind, (last,), source, between)
+            return first + self.move(shape, itemsize, kind, tuple(others), between, target)
+        *earlier, (whole, groups) = phases
+        steps = [self._step(kind, axes, source, source, share * nbytes, some) for share, some in earlier]
+        return [*steps, self._step(kind, axes, source, target, whole * nbytes, groups)]
 
     def _step(self, kind: str, axes: tuple[int, ...], source: Layout, target: Layout, nbytes: float, groups: Groups | None) -> Step:
         seconds = 0.0 if kind == "slice" else float(self._communication.seconds(kind, nbytes, axes, groups))

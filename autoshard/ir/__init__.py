@@ -39,6 +39,7 @@ from autoshard.ir.layout import (
     replicated,
     shard_counts,
     shards,
+    shards_of,
     shift_layout,
     spec_to_layout,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "served_from",
     "shard_counts",
     "shards",
+    "shards_of",
     "shift_layout",
     "spec_to_layout",
     "view_of",

@@ -190,6 +190,12 @@ def shards(layout: Layout, sizes: tuple[int, ...]) -> int:
     return math.prod(size for dim, size in zip(layout, sizes, strict=True) if dim >= 0)
 
 
+def shards_of(numbers: np.ndarray, rank: int, sizes: Sequence[int]) -> np.ndarray:
+    """The same of the layouts of a rank with some numbers, of any shape."""
+    dims = layout_dims(numbers, rank, len(sizes))
+    return np.where(dims >= 0, np.array(sizes, np.int64), 1).prod(axis=-1)
+
+
 def layout_number(layout: Layout, rank: int) -> int:
     """The number of a layout among all layouts of its rank; the inverse of `layouts`."""
     number = 0

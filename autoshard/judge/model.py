@@ -12,6 +12,7 @@ from itertools import chain
 
 import numpy as np
 
+from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
@@ -19,6 +20,7 @@ from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.traffic import Traffic, widened_bytes
 from autoshard.cost.collectives import Communication
 from autoshard.cost.compute import ROWS, Roofline, padding_met
+from autoshard.cost.grouped_reshard import GroupedReshards
 from autoshard.cost.halo_exchange import exchange_steps
 from autoshard.cost.own_collectives import own_collectives
 from autoshard.cost.reshard import Reshards, Step, path_seconds, reduction_steps
@@ -34,12 +36,12 @@ from autoshard.ir import (
     computed_layout,
     exchanges,
     is_transfer,
-    layouts,
     local_shape,
     operand_layout,
     reductions,
     sent_tensors,
     shards,
+    shards_of,
 )
 from autoshard.primitives import commutes_with_casts, is_collective, is_matrix, is_view
 
@@ -95,11 +97,17 @@ class CostModel:
         self._roofline = Roofline(cluster.device)
         self._byte_seconds = 1 / cluster.device.memory_rate
         gathers_tori = compiler_of(cluster).gathers_tori
-        self._reshards = Reshards(mesh, self.communication, ALL_TO_ALL_PASSES * self._byte_seconds, gathers_tori)
+        options = ALL_TO_ALL_PASSES * self._byte_seconds, gathers_tori
+        self._reshards = Reshards(mesh, self.communication, *options)
+        self._grouped = GroupedReshards(mesh, self.communication, self._reshards, *options)
         self._matrices: dict[tuple, np.ndarray] = {}
         self._op_costs: dict[tuple[ProgramFacts, int, Choice], OpCost] = {}
         self._paths: dict[tuple, tuple[Step, ...]] = {}
         self._reductions: dict[tuple, tuple[Step, ...]] = {}
+
+    def tabulates(self, rank: int) -> bool:
+        """Whether the reshards between all layouts of an array of this rank are few enough for a table."""
+        return (rank + 1) ** len(self.mesh.axes) <= BUDGETS.reshard_layouts
 
     def reshard_matrix(self, shape: tuple[int, ...], itemsize: float, portable: bool) -> np.ndarray:
         """Seconds from each layout (row number) to each other (column number) of a tensor, the device's own work for it included.
@@ -112,9 +120,8 @@ class CostModel:
             found = self._reshards.matrix(shape, itemsize)
             if not portable:
                 whole = Value(shape, "", itemsize).nbytes * self._byte_seconds
-                parts = whole / np.array([shards(layout, self.mesh.sizes) for layout in layouts(len(shape), len(self.mesh.axes))])
-                before, after = np.broadcast_arrays(parts[:, None], parts[None, :])
-                found = found + np.where(found > 0, 2 * after, np.where(before == after, 0.0, before + after))
+                parts = whole / shards_of(np.arange(len(found)), len(shape), self.mesh.sizes)
+                found = found + _storing(found, parts[:, None], parts[None, :])
             self._matrices[key] = found
         return found
 
@@ -122,7 +129,13 @@ class CostModel:
         self, shape: tuple[int, ...], itemsize: float, portable: bool, sources: np.ndarray, targets: np.ndarray
     ) -> np.ndarray:
         """The same of some layouts alone, by their numbers, which broadcast."""
-        return self.reshard_matrix(shape, itemsize, portable)[sources, targets]
+        if self.tabulates(len(shape)):
+            return self.reshard_matrix(shape, itemsize, portable)[sources, targets]
+        seconds = self._grouped.seconds(shape, itemsize, sources, targets)
+        if portable:
+            return seconds
+        whole = Value(shape, "", itemsize).nbytes * self._byte_seconds
+        return seconds + _storing(seconds, *(whole / shards_of(numbers, len(shape), self.mesh.sizes) for numbers in (sources, targets)))
 
     def storing_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         """The seconds of writing and reading a value between fused ops, because it is read elsewhere or otherwise than where it is made.
@@ -141,7 +154,7 @@ class CostModel:
             return ()
         key = value.shape, value.itemsize, source, target
         if (found := self._paths.get(key)) is None:
-            found = self._paths[key] = self._reshards.path(*key)
+            found = self._paths[key] = (self._reshards if self.tabulates(value.rank) else self._grouped).path(*key)
         return found
 
     def reshard_paths(self, values: Sequence[Value]) -> Callable[[int, Layout, Layout], tuple[Step, ...]]:
@@ -354,6 +367,11 @@ class CostModel:
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:
     """The dtype whose rate an op runs at: its first operand's, or its first result's."""
     return next((values[value].dtype for value in (*op.operands, *op.results)), "float32")
+
+
+def _storing(seconds: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """The seconds of `CostModel.storing_seconds`, by those of reshards and of passing over the shards before and after."""
+    return np.where(seconds > 0, 2 * after, np.where(before == after, 0.0, before + after))
 
 
 def _matrix_sizes(

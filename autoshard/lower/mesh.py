@@ -83,8 +83,9 @@ def mesh_of_stages(stages: Sequence[Any]) -> jax.sharding.Mesh:
     if any(mesh.axis_names != first.axis_names or mesh.devices.shape != first.devices.shape for mesh in stages):
         shapes = ", ".join(str(dict(mesh.shape)) for mesh in stages)
         raise ClusterError(f"one mesh covers stages of equal meshes, got {shapes}. Use strategy.shardings, or the stages one by one.")
-    devices = np.stack([mesh.devices for mesh in stages])
-    return jax.sharding.Mesh(devices, (STAGE_AXIS, *first.axis_names), axis_types=(AxisType.Auto,) * devices.ndim)
+    own = [name for name in first.axis_names if name != STAGE_AXIS]  # one of size 1 that stages have themselves
+    devices = np.stack([mesh.devices for mesh in stages]).reshape(len(stages), *(first.shape[name] for name in own))
+    return jax.sharding.Mesh(devices, (STAGE_AXIS, *own), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
 def by_rows(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding:
@@ -102,11 +103,10 @@ def rows_spec(spec: PartitionSpec | Sequence[Any], dim: int = 0) -> PartitionSpe
     >>> rows_spec(PartitionSpec("data", None)), rows_spec(PartitionSpec(), 1)
     (PartitionSpec(('stage', 'data'), None), PartitionSpec(None, 'stage'))
     """
-    entries = [*spec, *(None,) * (dim + 1 - len(spec))]
-    first = entries[dim]
-    own = () if first is None else first if isinstance(first, tuple) else (first,)
-    entries[dim] = (STAGE_AXIS, *own) if own else STAGE_AXIS
-    return PartitionSpec(*entries)
+    named = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    own = [tuple(name for name in axes if name != STAGE_AXIS) for axes in named] + [()] * (dim + 1 - len(named))
+    own[dim] = (STAGE_AXIS, *own[dim])
+    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in own))
 
 
 def _coordinates(device: Any) -> tuple[int, ...]:

@@ -148,7 +148,8 @@ class CollectiveProgram:
 
     def predicted_seconds(self, cluster: Cluster) -> float:
         """The cost model's prediction."""
-        return float(CostModel(cluster, self._mesh).communication.seconds(self.kind, float(self.payload_bytes), (self.axis,)))
+        axes = tuple(number for number, name in enumerate(self._mesh.names) if name == self._mesh.all_names[self.axis])
+        return float(CostModel(cluster, self._mesh).communication.seconds(self.kind, float(self.payload_bytes), axes))
 
     def compiled(self, devices: Sequence[Any]) -> Callable[[int], Run]:
         """A function from a number of trips to a loop of them."""

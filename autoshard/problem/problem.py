@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from autoshard.compilers.buffer_assignment import Buffer, CopiesOf
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import path_seconds
 from autoshard.inference.model import Pair
-from autoshard.ir import NOWHERE, Assignment, Choice, Layout, given_choice, layouts, shards
+from autoshard.ir import NOWHERE, Assignment, Choice, Layout, given_choice, layout_dims, shards_of
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
 from autoshard.problem.cost_tables import CostedDomain, CostTables, Tables
@@ -283,7 +283,7 @@ class Problem:
         _, slot, rank, nbytes = charge
         if slot < 0:
             return self.costs.kept_partials(variable, domain)
-        return nbytes / _shards_by_number(rank, self.mesh.sizes)[domain.slots[slot]]
+        return nbytes / shards_of(domain.slots[slot], rank, self.mesh.sizes)
 
     def copying(self, buffer: Buffer) -> Sequence[Edge]:
         """The reads of a value whose copies a price is on; none of other buffers, nor where the copy has a variable of its own."""
@@ -295,8 +295,8 @@ class Problem:
         A copy is stored from its first reader to its last, so that each of ``n`` readers is charged the ``n``-th part.
         """
         one, readers = self.graph.values[edge.value], len(self.copying(CopiesOf(edge.value)))
-        shares = _copied_shares(one.rank, self.mesh.sizes)
-        return one.nbytes / readers * reduce(np.maximum, [shares[source[:, None], target] for target in targets])
+        shares = (_copied_shares(source[:, None], target, one.rank, self.mesh.sizes) for target in targets)
+        return one.nbytes / readers * reduce(np.maximum, shares)
 
     def cost_of(self, labels: Sequence[Label], prices: Mapping[Buffer, float] | None = None) -> float:
         """The tables' cost of some labels, in seconds: the objective less `fixed_seconds`."""
@@ -310,6 +310,8 @@ class Problem:
     def table_entries(self, free: Sequence[int], limit: int) -> int:
         """The number of entries of the pair tables with these axes free; beyond the limit a rough one. No large table is made."""
         free = tuple(free)
+        if len(free) > 1 and not self.model.tabulates(self.cached_for_all_meshes(_highest_rank)):
+            return limit + 1  # reshards are computed pair by pair, which takes longer than any search
         sizes: dict[int, int] = {}  # by kind
         variables, domains = self.decisions.variables, self.costs.domains
         for kind, i in self.cached_for_all_meshes(_first_of_kinds).items():
@@ -343,7 +345,7 @@ class Problem:
     def device_bytes(self, value: int, numbers: np.ndarray) -> np.ndarray:
         """The bytes of a value on a device ``(n,)``, in the layouts of these numbers ``(n,)``."""
         one = self.graph.values[value]
-        return one.nbytes / _shards_by_number(one.rank, self.mesh.sizes)[numbers]
+        return one.nbytes / shards_of(numbers, one.rank, self.mesh.sizes)
 
     # -- judging ---------------------------------------------------------------------------------------------------
 
@@ -456,14 +458,15 @@ def _reads_of_values(problem: Problem) -> dict[int, list[Edge]]:
     return reads
 
 
-@cache
-def _copied_shares(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
-    """The share of a tensor on a device ``(n, n)`` that is sent there for one layout, from another: a slice of what is there is not."""
-    dims = np.array(layouts(rank, len(sizes)))
-    sent = ((dims[:, None] >= 0) & (dims[:, None] != dims)).any(axis=2)
-    return sent / _shards_by_number(rank, sizes)
+def _copied_shares(sources: np.ndarray, targets: np.ndarray, rank: int, sizes: tuple[int, ...]) -> np.ndarray:
+    """The share of a tensor on a device that is sent there for layouts, from others, by their numbers, which broadcast.
+
+    A slice of what is there is not sent.
+    """
+    before, after = (layout_dims(numbers, rank, len(sizes)) for numbers in (sources, targets))
+    return ((before >= 0) & (before != after)).any(axis=-1) / shards_of(targets, rank, sizes)
 
 
-@cache
-def _shards_by_number(rank: int, sizes: tuple[int, ...]) -> np.ndarray:
-    return np.array([shards(layout, sizes) for layout in layouts(rank, len(sizes))])
+def _highest_rank(problem: Problem) -> int:
+    """That of the values between variables."""
+    return max((problem.graph.values[edge.value].rank for edge in problem.decisions.edges), default=0)

@@ -107,7 +107,7 @@ def _lowered(traced: Traced, rules: tuple, assignment: Assignment, model: CostMo
 
     def sharding(layout, value):
         found = graph.values[value]
-        return to_named_sharding(layout if found.size else replicated(MESH), found.rank, mesh)
+        return to_named_sharding(layout if found.size else replicated(MESH), found.rank, MESH.names, mesh)
 
     flat = manual_program(traced.jaxpr, graph, rules, assignment, mesh, model.reshard_paths(graph.values))
     entering = tuple(sharding(assignment.layout(value), value) for value in graph.arguments)

@@ -125,9 +125,11 @@ def test_shifting_a_layout_is_undone_by_shifting_it_back(case, by):
 
 @given(st.dictionaries(st.text("abx_1", min_size=1, max_size=3), st.integers(1, 5), max_size=4))
 def test_a_mesh_is_its_axes(axes):
-    """Names, sizes and number of devices are the mapping's; meshes of equal axes are equal; each axis stands in the words."""
+    """Names, sizes and number of devices are the mapping's; axes of size 1 split nothing; each axis stands in the words."""
     mesh = Mesh.of(axes)
-    assert dict(mesh.axes) == axes and mesh.names == tuple(axes) and mesh.sizes == tuple(axes.values())
+    assert dict(mesh.shape) == axes and mesh.all_names == tuple(axes)
+    assert mesh.axes == tuple((name, size) for name, size in axes.items() if size > 1)
+    assert mesh.names == tuple(name for name, _ in mesh.axes) and mesh.sizes == tuple(size for _, size in mesh.axes)
     assert mesh.size == math.prod(axes.values())
     assert mesh == Mesh.of(axes) and hash(mesh) == hash(Mesh.of(axes))
     assert all(f"{name}={size}" in str(mesh) for name, size in axes.items())

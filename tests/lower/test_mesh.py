@@ -36,5 +36,5 @@ def test_devices_are_a_list():
 
 def test_a_layout_becomes_a_named_sharding():
     """Axes on one dimension keep mesh order."""
-    mesh = jax_mesh(Mesh.of({"data": 2, "model": 4}))
-    assert to_named_sharding((1, 1), 3, mesh).spec == PartitionSpec(None, ("data", "model"), None)
+    mesh = Mesh.of({"data": 2, "model": 4})
+    assert to_named_sharding((1, 1), 3, mesh.names, jax_mesh(mesh)).spec == PartitionSpec(None, ("data", "model"), None)

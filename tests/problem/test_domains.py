@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -11,7 +10,7 @@ from problems import SMALL, problem_of
 from programs import PROGRAMS
 
 from autoshard import Cluster
-from autoshard.ir import legal, operand_layout, result_layout
+from autoshard.ir import Mesh, legal, operand_layout, result_layout
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.candidates import placed
 from autoshard.problem import Problem
@@ -66,7 +65,7 @@ def test_another_placement_has_the_tables_it_would_have_alone(program):
     fn, args = PROGRAMS[program]()
     cluster = Cluster.parse("v5e:2x4")
     first = problem_of(fn, *args, cluster=cluster)
-    meshes = placed(cluster, [first.mesh, replace(first.mesh, axes=(("data", 2), ("model", 4)))], renamed=False)
+    meshes = placed(cluster, [first.mesh, Mesh((("data", 2), ("model", 4)))], renamed=False)
     assert len({mesh.placement for mesh in meshes}) > 1 and len({mesh.sizes for mesh in meshes}) > 1
     for mesh in meshes:
         model = CostModel(cluster, mesh)

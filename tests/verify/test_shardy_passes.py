@@ -13,7 +13,7 @@ from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
-from autoshard.lower import abstract_mesh, constrained, jax_mesh, manual_program
+from autoshard.lower import constrained, jax_mesh, manual_program
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
 from autoshard.search import DataParallel
@@ -91,7 +91,7 @@ def test_the_module_itself_is_left_alone():
 def layouts(fn, args, in_layouts, mesh=None):
     """The propagated layouts of a function's top-level results, and of every value by op primitive."""
     traced = trace(fn, *args)
-    found, _ = propagated(traced.jaxpr, traced.graph, in_layouts, mesh or abstract_mesh(MESH))
+    found, _ = propagated(traced.jaxpr, traced.graph, in_layouts, mesh or MESH)
     by_primitive = {op.primitive: [found.get(value) for value in op.results] for op in traced.graph.walk()}
     return [found.get(value) for value in traced.graph.results], by_primitive
 
@@ -99,7 +99,7 @@ def layouts(fn, args, in_layouts, mesh=None):
 def test_layouts_propagate_through_a_product():
     """Rows keep the left operand's axis, columns the right one's; arguments keep what they are given."""
     traced = trace(lambda x, w: x @ w, abstract((8, 16)), abstract((16, 32)))
-    found, sides = propagated(traced.jaxpr, traced.graph, [(0, -1), (-1, 1)], abstract_mesh(MESH))
+    found, sides = propagated(traced.jaxpr, traced.graph, [(0, -1), (-1, 1)], MESH)
     assert [found[value] for value in (*traced.graph.arguments, *traced.graph.results)] == [(0, -1), (-1, 1), (0, 1)]
     assert sides == {0: (((0, -1), (-1, 1)), ((0, 1),))}
 
