@@ -65,7 +65,7 @@ class Budgets:
         axis_split_entries: of the largest table of an elimination there.
         propagation_rounds: over the mesh axes, of sharding propagation.
         propagation_entries: of its eliminations' tables; beyond it the best-connected variables keep their labels.
-        reshard_layouts: of an array; reshards between more are computed pair by pair. Between 729 all pairs take some seconds.
+        reshard_layouts: of an array; reshards between more are computed pair by pair. Between 729 all pairs take 5 s.
         grouped_layouts: of groups of axes in such a pair; with more the array is gathered and sliced.
         probe_bytes: of the all_gather whose time tells which axis has the slower links.
     """
@@ -122,7 +122,7 @@ class Budgets:
     axis_split_entries: int = 1 << 20
     propagation_rounds: int = 6
     propagation_entries: int = 1 << 20
-    reshard_layouts: int = 729
+    reshard_layouts: int = 512
     grouped_layouts: int = 256
     probe_bytes: float = 1e7
 

@@ -182,8 +182,9 @@ def prepare(
 
 def _with_batch(prepared: Prepared) -> Prepared:
     """The same with the batch found, on the mesh whose axes are the smallest, since most batches divide by these."""
-    mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes))
-    return replace(prepared, pins=with_batch(prepared.pins, batch_dims(prepared.problem(mesh, None, ()))))
+    mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes, default=1))
+    found = prepared.problem(mesh, None, ())
+    return prepared if mesh.size == 1 else replace(prepared, pins=with_batch(prepared.pins, batch_dims(found)))
 
 
 def own_annotations(fn: Callable, args: tuple, traced: Traced) -> list[tuple[Annotation, ...]]:

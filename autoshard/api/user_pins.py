@@ -355,8 +355,8 @@ def written(graph: Graph, specs: Sequence[PartitionSpec], mesh: Mesh) -> dict[in
 
 def _same(found: Annotation, layout: Layout, mesh: Mesh, rank: int) -> bool:
     """Whether an annotation is this layout on the mesh; axes of size 1 split nothing."""
-    ours = dict(mesh.axes)
+    ours = dict(mesh.shape)
     theirs = ours if found.mesh is None else dict(found.mesh)
     here = [[*axes_of((entry,))] for entry in layout_to_spec(layout, mesh.names, rank)]
-    there = [[axis for axis in axes_of((entry,)) if theirs.get(axis, 1) > 1] for entry in found.spec or ()]
+    there = [[axis for axis in axes_of((entry,)) if theirs.get(axis) != 1] for entry in found.spec or ()]
     return there + [[]] * (rank - len(there)) == here and all(ours[axis] == theirs[axis] for axes in here for axis in axes)

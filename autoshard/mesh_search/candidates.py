@@ -32,7 +32,7 @@ def candidate_meshes(n_devices: int, names: Sequence[str] = (), max_axes: int = 
     for n_axes in range(fewest, max(max_axes, fewest) + 1):
         for sizes in _factorisations(n_devices, n_axes, smallest=1 if names else 2):
             found.append(Mesh(tuple(zip(axis_names, sizes, strict=False))))
-    splitting = [mesh for mesh in found if 1 not in mesh.sizes[: len(names)]]
+    splitting = [mesh for mesh in found if all(size > 1 for _, size in mesh.shape[: len(names)])]
     return tuple(splitting or found) or (Mesh(((axis_names[0], n_devices),)),)
 
 

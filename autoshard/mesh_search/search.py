@@ -245,7 +245,7 @@ class _Search:
             first, mesh = firsts[number], self.problems[number].mesh
             known = least > 0.0 and first < float("inf")
             steps = (first / least - 1) // BUDGETS.least_gain if known else first  # bounds less than a gain apart count as equal
-            return float(first > BUDGETS.far_bound * least), len(mesh.axes), steps, max(mesh.sizes), number
+            return float(first > BUDGETS.far_bound * least), len(mesh.axes), steps, max(mesh.sizes, default=1), number
 
         return sorted(numbers, key=rank)
 

@@ -318,7 +318,7 @@ def _most_sharded(problem: Problem, value: int) -> Layout:
     """
     shape, sizes = problem.graph.values[value].shape, problem.mesh.sizes
     layouts = [_split(problem, value, dim) for dim in range(len(shape))]
-    layout = max(layouts, key=lambda layout: (shards(layout, sizes), shape[max(layout)]), default=(-1,) * len(sizes))
+    layout = max(layouts, key=lambda layout: (shards(layout, sizes), shape[max(layout, default=0)]), default=(-1,) * len(sizes))
     for axis in range(len(sizes)):
         options = [(*layout[:axis], dim, *layout[axis + 1 :]) for dim in range(len(shape)) if layout[axis] < 0]
         fitting = [option for option in options if divides(option, shape, sizes)]
