@@ -111,7 +111,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         )
     axes = (*asked.axes, *(given.all_names if given else ()))
     traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
-    asked.check(traced.graph.argument_paths)
+    whole = user_pins(asked, traced.graph, [()] * len(traced.graph.arguments), given is None)  # all stages have one mesh
     until = None if call.seconds is None else time.perf_counter() + call.seconds
     found: dict[tuple, Solution] = {}  # equal stages are searched once
     last, quick = LastResort(searcher.last_resort), searcher.without_last_resort()  # which all stages share
@@ -123,7 +123,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         program = stage.traced
         facts = _facts_of(program, cluster)
         pins = replace(stage_pins(asked, stage, mesh is None), fixed=fixed)
-        meshes, _ = meshes_of(part_of, pins, mesh, most, is_part=True)
+        meshes, _ = meshes_of(part_of, whole, mesh, most, is_part=True)
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
         prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
         key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), pins.stacked, mesh, tuple(fixed.items()), limit
@@ -162,9 +162,8 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
         record, own = strategy.record, strategy._traced
         if call.memory_limit_bytes is not None:
             record = replace(record, stats={**record.stats, "memory_limit_bytes": call.memory_limit_bytes})
-        pins = user_pins(asked, traced.graph, [()] * len(traced.graph.arguments), given is None)
         known = Searched(facts) if own is traced else None
-        return Strategy(record, own, pins, abstract_call(call.fn, call.args), known, strategy.stages)
+        return Strategy(record, own, whole, abstract_call(call.fn, call.args), known, strategy.stages)
 
     try:
         return finished(within(call.limit))

@@ -13,6 +13,7 @@ from autoshard.cost.collectives import COLLECTIVES, Communication
 from autoshard.ir import Mesh, Placement
 
 AXIS_NAMES = ("data", "model", "third", "fourth")
+FEW_AXES = 4  # whose placements are all tried, and collectives over all of their sets
 ENOUGH = 10  # meshes; beyond it none is added that differs from another in the order of its axes alone
 SIZES = np.array([1.0, 1e5, 1e7, 1e9])  # bytes; placements on which collectives of these sizes take the same seconds are one
 
@@ -86,7 +87,7 @@ def _distinct(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[Mesh, np.ndarray]]
     """The mesh in every placement with new links, and the seconds of collectives there, as `_seconds`."""
     seen: set[tuple[Link, ...]] = set()
     topology = cluster.dimensions
-    for axes in permutations(range(len(mesh.axes))):
+    for axes in _orders(len(mesh.axes)):
         for dims in permutations(range(len(topology))):
             other = replace(mesh, placement=Placement(topology, dims, axes))
             links = cluster.links(other)
@@ -95,11 +96,22 @@ def _distinct(cluster: Cluster, mesh: Mesh) -> Iterator[tuple[Mesh, np.ndarray]]
                 yield other, _seconds(links)
 
 
+def _orders(n: int) -> Iterable[tuple[int, ...]]:
+    """All orders of few axes; of many those in which one is elsewhere."""
+    if n <= FEW_AXES:
+        return permutations(range(n))
+    others = {axis: [*range(axis), *range(axis + 1, n)] for axis in range(n)}
+    return dict.fromkeys((*others[axis][:to], axis, *others[axis][to:]) for axis in range(n) for to in range(n))
+
+
 def _seconds(links: tuple[Link, ...]) -> np.ndarray:
-    """The seconds of each collective and size over each set of axes, ``(2 ** n_axes, n)`` by the bits of the set."""
+    """The seconds of each collective and size over each set of axes, ``(2 ** n_axes, n)`` by the bits of the set.
+
+    Of many axes those of small sets alone; others are 0.
+    """
     model = Communication(links)
     rows = np.zeros((2 ** len(links), len(COLLECTIVES), len(SIZES)))
-    for n in range(1, len(links) + 1):
+    for n in range(1, (len(links) if len(links) <= FEW_AXES else 3) + 1):
         for axes in combinations(range(len(links)), n):
             rows[sum(1 << axis for axis in axes)] = [model.seconds(kind, SIZES, axes) for kind in COLLECTIVES]
     return rows.reshape(len(rows), -1)
