@@ -150,8 +150,6 @@ def _split(op: Op, rule: Rule | None, statuses: tuple[Status, ...], n: int) -> M
         if is_scatter(op.primitive) and statuses[0] != ZERO:
             raise Coupled(op, f"combines rows of the examples ({found.operator}) with an array that is not zero")
         return Move(statuses, (partial(found.operator or "sum"),) * len(op.results), factor, inner)
-    if is_scatter(op.primitive) and statuses[0] == WHOLE and place_of(rule, rule.operands[0], factor) is not None:
-        raise Coupled(op, "writes rows of the examples into an array that all share")
     places = [place_of(rule, dims, factor) for dims in rule.results]
     if None in places:
         raise Coupled(op, "has a result that depends on all examples")
