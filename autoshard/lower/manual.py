@@ -56,6 +56,7 @@ from autoshard.lower.nested import Inside, Mesh, axes_of
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.transfers import Waiting
+from autoshard.lower.transforms import whole_transform
 from autoshard.lower.windows import windowed
 from autoshard.lower.xla_workarounds import bind_in_range
 from autoshard.primitives import is_placement, is_rearrangement, is_stateful
@@ -348,6 +349,10 @@ class _Region(Interpreter):
             return [x] if made in plan.graph.results else self.waiting.sent(bind(eqn, [x]))
         arrived = self.waiting.fetched(value, lambda: bind(eqn, operands)[0])
         return [plan.resharded(arrived, made, plan.layout(value), plan.layout(made))]
+
+    def _inlined(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        made = whole_transform(self.plan, eqn, operands[0], path, self.read) if len(operands) == 1 else None
+        return [made[0]] if made else super()._inlined(eqn, operands, path)
 
     def _sharded(self, op: Op, eqn: JaxprEqn, choice: Choice) -> Sharded:
         def bound(*operands: Any, **replaced: Any) -> list[Any]:

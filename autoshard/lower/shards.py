@@ -330,8 +330,24 @@ def _update(op: Sharded, x: Any, update: Any, *starts: Any) -> list[Any]:
     return list(op.bind(x, jnp.where(mine, update, lax.dynamic_slice(x, at, update.shape)), *at))
 
 
+def _fft(op: Sharded, x: Any) -> list[Any]:
+    return with_one_batch(op.bind, x, len(op.params["fft_lengths"]))
+
+
+def with_one_batch(bind: Bind, x: Any, n: int) -> list[Any]:
+    """The transforms of the last ``n`` dimensions, with the others as one.
+
+    XLA:CPU transforms arrays in row-major order, but gives those of several batch dimensions the order of a reshard after it, and fails when
+    it runs (jaxlib 0.10.2).
+    """
+    batch, core = x.shape[: x.ndim - n], x.shape[x.ndim - n :]
+    (made,) = bind(lax.reshape(x, (math.prod(batch), *core)))
+    return [lax.reshape(made, (*batch, *made.shape[1:]))]
+
+
 PLACED: Mapping[str, Callable[..., Sequence[Any]]] = {
     "dynamic_update_slice": _update,
+    "fft": _fft,
     "gather": _lookup,
     "iota": _iota,
     "iota_2x32_shape": _iota_2x32,

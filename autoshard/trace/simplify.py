@@ -9,6 +9,7 @@
 - What a call or a loop only passes on is read where it enters: carries that no trip changes, and slices that are stacked up again as they
   are, such as the weights of a Flax NNX module that is scanned with rematerialisation.
 - Counted coordinates of gathers and scatters become batching dimensions (`autoshard.trace.batched_indexing`).
+- Fourier transforms over several dimensions become one after another (`autoshard.trace.transforms`).
 - Dead code is removed at any depth, unread carries and slices of loops included.
 """
 
@@ -27,6 +28,7 @@ from autoshard.ir.scan import num_carry, num_consts
 from autoshard.trace.batched_indexing import batched
 from autoshard.trace.implementations import implemented
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
+from autoshard.trace.transforms import by_dimension
 
 REARRANGING = frozenset({"convert_element_type", "rev", "transpose"})
 """Operations of one array whose duplicates are removed."""
@@ -110,7 +112,7 @@ def _equation(eqn: JaxprEqn, within: tuple[JaxprEqn, ...]) -> JaxprEqn:
         return _loop(eqn)
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         return _branch(eqn)
-    return eqn
+    return by_dimension(eqn)
 
 
 def _branch(eqn: JaxprEqn) -> JaxprEqn:
