@@ -337,8 +337,8 @@ def _fft(op: Sharded, x: Any) -> list[Any]:
 def with_one_batch(bind: Bind, x: Any, n: int) -> list[Any]:
     """The transforms of the last ``n`` dimensions, with the others as one.
 
-    XLA:CPU transforms arrays in row-major order, but gives those of several batch dimensions the order of a reshard after it, and fails when
-    it runs (jaxlib 0.10.2).
+    XLA:CPU transforms arrays in row-major order, but gives those of several batch dimensions the order of a reshard that follows, and fails
+    when it runs (jaxlib 0.10.2).
     """
     batch, core = x.shape[: x.ndim - n], x.shape[x.ndim - n :]
     (made,) = bind(lax.reshape(x, (math.prod(batch), *core)))

@@ -36,9 +36,9 @@ def in_range(primitive: str, params: Mapping[str, Any], operands: Sequence[Any],
     if primitive == "gather" and lax.GatherScatterMode.from_any(params["mode"]) != lax.GatherScatterMode.FILL_OR_DROP:
         x, indices = operands
         if math.prod(indices.shape[:-1]) <= devices:
-            sizes = ([shape[d] for d in params["dimension_numbers"].start_index_map] for shape in (x.shape, params["slice_sizes"]))
+            whole, window = ([n[d] for d in params["dimension_numbers"].start_index_map] for n in (x.shape, params["slice_sizes"]))
             columns = [lax.index_in_dim(indices, k, axis=-1) for k in range(indices.shape[-1])]
-            return [x, lax.concatenate(_clamped(*sizes, columns), indices.ndim - 1)] if columns else operands
+            return [x, lax.concatenate(_clamped(whole, window, columns), indices.ndim - 1)] if columns else operands
     return operands
 
 

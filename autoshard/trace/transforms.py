@@ -1,4 +1,4 @@
-"""Fourier transforms over several dimensions as one transform after another, each of which can be sharded along the dimensions of the others.
+"""Fourier transforms over several dimensions as transforms of single ones, each of which can be sharded along all other dimensions.
 
 The call of these is found again by its name (`transform_of`), since a program in which none is sharded has one kernel for all dimensions.
 """

@@ -62,7 +62,7 @@ def test_a_transform_that_is_not_split_is_one_operation():
 
 
 def test_a_transform_of_all_dimensions_is_split_over_all_devices():
-    """Without a batch each of 8 chips transforms an eighth of each dimension, and stores as much."""
+    """Without a batch each of 8 chips stores an eighth at every moment."""
     x = jax.ShapeDtypeStruct((256, 256, 256), "complex64")
     one, eight = (autoshard.search(jnp.fft.fftn, x, cluster=cluster).cost for cluster in ("v5e:1x1", "v5e:2x4"))
-    assert eight.compute_seconds < one.compute_seconds / 7 and eight.peak_bytes < one.peak_bytes / 5
+    assert eight.peak_bytes == one.peak_bytes / 8 and eight.compute_seconds < one.compute_seconds / 3
