@@ -1,59 +1,70 @@
-"""Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them."""
+"""Automatic sharding of JAX programs over many devices: searches strategies, predicts their cost, runs and verifies them.
 
-from autoshard import checkpoint, collectives, distributed, parameter_server, serving, testing
-from autoshard.api import (
-    Comparison,
-    Confirm,
-    Frontier,
-    Lint,
-    Strategy,
-    Sweep,
-    SweepPoint,
-    Verification,
-    WhatIf,
-    collective_seconds,
-    compare,
-    evaluate,
-    frontier,
-    lint,
-    load,
-    matmul_seconds,
-    parallelize,
-    search,
-    sweep,
-    verify,
-)
-from autoshard.cluster import Cluster
-from autoshard.cost.record import Cost
-from autoshard.errors import (
-    AutoshardError,
-    CheckpointError,
-    ClusterError,
-    CompilerError,
-    InfeasibleError,
-    PipelineError,
-    RuleError,
-    SearcherError,
-    SearchLimitError,
-    ShardingError,
-    StrategyError,
-    TraceError,
-)
-from autoshard.ir import Collective
-from autoshard.probe import Calibration, calibrate
-from autoshard.search import (
-    Auto,
-    BruteForce,
-    DataParallel,
-    DynamicProgramming,
-    FullySharded,
-    IntegerProgramming,
-    Manual,
-    RecursiveProgramming,
-    ShardingPropagation,
-    TensorParallel,
-)
-from autoshard.strategy import Confirmation
+A name is loaded where it is first used: a command's options, or one module of the package, do not need the rest of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoshard import checkpoint, collectives, distributed, parameter_server, serving, testing
+    from autoshard.api import (
+        Comparison,
+        Confirm,
+        Frontier,
+        Lint,
+        Strategy,
+        Sweep,
+        SweepPoint,
+        Verification,
+        WhatIf,
+        collective_seconds,
+        compare,
+        evaluate,
+        frontier,
+        lint,
+        load,
+        matmul_seconds,
+        parallelize,
+        search,
+        sweep,
+        verify,
+    )
+    from autoshard.cluster import Cluster
+    from autoshard.cost.record import Cost
+    from autoshard.errors import (
+        AutoshardError,
+        CheckpointError,
+        ClusterError,
+        CompilerError,
+        InfeasibleError,
+        PipelineError,
+        RuleError,
+        SearcherError,
+        SearchLimitError,
+        ShardingError,
+        StrategyError,
+        TraceError,
+    )
+    from autoshard.ir import Collective
+    from autoshard.probe import Calibration, calibrate
+    from autoshard.search import (
+        Auto,
+        BruteForce,
+        DataParallel,
+        DynamicProgramming,
+        FullySharded,
+        IntegerProgramming,
+        Manual,
+        RecursiveProgramming,
+        ShardingPropagation,
+        TensorParallel,
+    )
+    from autoshard.strategy import Confirmation
 
 __all__ = [
     "Auto",
@@ -111,3 +122,49 @@ __all__ = [
     "testing",
     "verify",
 ]
+
+_NAMES = {
+    "api": (
+        *("Comparison", "Confirm", "Frontier", "Lint", "Strategy", "Sweep", "SweepPoint", "Verification", "WhatIf", "collective_seconds"),
+        *("compare", "evaluate", "frontier", "lint", "load", "matmul_seconds", "parallelize", "search", "sweep", "verify"),
+    ),
+    "cluster": ("Cluster",),
+    "cost.record": ("Cost",),
+    "errors": (
+        *("AutoshardError", "CheckpointError", "ClusterError", "CompilerError", "InfeasibleError", "PipelineError", "RuleError"),
+        *("SearchLimitError", "SearcherError", "ShardingError", "StrategyError", "TraceError"),
+    ),
+    "ir": ("Collective",),
+    "probe": ("Calibration", "calibrate"),
+    "search": (
+        *("Auto", "BruteForce", "DataParallel", "DynamicProgramming", "FullySharded", "IntegerProgramming", "Manual"),
+        *("RecursiveProgramming", "ShardingPropagation", "TensorParallel"),
+    ),
+    "strategy": ("Confirmation",),
+}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """The package: importing a folder of it that is named as a public function does not hide the function."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, loaded where it is first used."""
+    if name not in __all__:
+        raise AttributeError(f"module 'autoshard' has no attribute {name!r}")
+    home = _HOMES.get(name)
+    found = import_module(f"autoshard.{name}") if home is None else getattr(import_module(f"autoshard.{home}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -61,7 +61,7 @@ KNOWS_JAX = (
 KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
 NAMES_A_TARGET = {
     "cluster/device.py": "the kinds of devices there are",
-    "cli/main.py": "JAX's platform where Linux shows no accelerator",
+    "cli/commands.py": "JAX's platform where Linux shows no accelerator",
     "cli/verify.py": "choices of an option, before anything is loaded",
     "demo/devices.py": "virtual devices are of JAX's CPU platform",
     "demo/run.py": "the demo's own cluster",
@@ -75,6 +75,10 @@ NAMES_A_TARGET = {
 DELAYED = (
     ("cluster/cluster.py", "jax", "Cluster.local is its only use; describing a cluster must not need or start JAX"),
     ("trace/modules.py", "flax", "functions without NNX modules must not pay for loading Flax"),
+    ("*", "scipy*", "takes a quarter of a second to load, and few searches need it"),
+    ("*", "networkx", "takes a fifth of a second to load, and only exported and drawn graphs need it"),
+    ("*", "rich*", "reports in a terminal alone need it"),
+    ("render/__init__.py", "autoshard.render.terminal", "draws with rich"),
     ("data/sources.py", "grain", "the `data` extra"),
     ("data/sources.py", "absl", "comes with Grain"),
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import autoshard
-from autoshard.cli.main import parser
+from autoshard.cli.commands import parser
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN = ["tutorial", "explain", "testing", "experts", "long_context", "serving", "coming_from_maxtext"]

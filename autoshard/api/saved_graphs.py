@@ -15,10 +15,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import networkx as nx
 
 from autoshard.errors import StrategyError
 from autoshard.ir import Collective, Graph, Layout, Op, Rule, layout_to_spec, operand_layout, result_layouts
@@ -27,6 +26,9 @@ from autoshard.ir.words import array_type, spec_words
 from autoshard.lower import holder_values, stored_layout
 from autoshard.render import format_bytes, format_seconds
 from autoshard.strategy import Program, Record
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 FINGERPRINT = 8  # characters of it that name a folder
 
@@ -39,6 +41,8 @@ def check_root(root: Any) -> None:
 
 def save_plan(root: str | os.PathLike[str], record: Record, graph: Graph, rules: Sequence[Rule | None]) -> None:
     """Writes a program's ``graph.graphml`` and ``plan.txt``, in process 0 alone."""
+    import networkx as nx
+
     if jax.process_index() == 0:
         plan, folder = _Plan(record, graph, rules, holder_values(graph)), _folder(root, record.program)
         nx.write_graphml(plan.to_networkx(), folder / "graph.graphml")
@@ -91,6 +95,8 @@ class _Plan:
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """The program's graph with what is decided as texts."""
+        import networkx as nx
+
         graph, found = self.graph, nx.MultiDiGraph(name=self.graph.name)
         plain, ops, leaving = graph.to_networkx(), graph.walk(), result_layouts(graph, self.record.assignment)
         for (kind, number), facts in plain.nodes(data=True):

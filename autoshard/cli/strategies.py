@@ -134,7 +134,7 @@ def _reproduced(records: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 def _program(record: Any) -> tuple:
     """The function and its arguments that a record's search was given, in one tuple."""
-    from autoshard.cli.main import parser
+    from autoshard.cli.commands import parser
     from autoshard.cli.program import ProgramError, load
 
     words = shlex.split(record.provenance.command)[1:]
@@ -152,7 +152,7 @@ def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
     """Runs the commands of strategies that are not reproduced; an interrupted run goes on with those that are left."""
     from autoshard import library
     from autoshard.api.confirm import with_confirmation_of
-    from autoshard.cli.main import main
+    from autoshard.cli.commands import run
     from autoshard.strategy import save_record
 
     failed = 0
@@ -162,7 +162,7 @@ def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
             print(f"{name}: reproduced", file=sys.stderr)
             continue
         print(f"{name}: {line}", file=sys.stderr)
-        code = main(shlex.split(line)[1:])
+        code = run(shlex.split(line)[1:])
         failed |= code
         if code == 0:
             save_record(with_confirmation_of(library.load(name), records[name]), library.path(name))

@@ -6,16 +6,19 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
-from autoshard.render import Report, print_report, progress_line, to_text
+if TYPE_CHECKING:
+    from autoshard.render import Report
 
 
 def show(report: Report) -> None:
     """Prints a report: to the width of a terminal and in its colours, or plain."""
+    from autoshard.render import print_report, to_text
+
     if sys.stdout.isatty():
+        from rich.console import Console
+
         print_report(report, Console(file=sys.stdout, highlight=False))
     else:
         print(to_text(report, encoding=sys.stdout.encoding or "utf-8"))
@@ -33,5 +36,7 @@ def progress(quiet: bool = False) -> Iterator[Callable[[str, float], None]]:
     if quiet:
         yield lambda what, fraction: None
         return
+    from autoshard.render import progress_line
+
     with progress_line() as callback:
         yield callback

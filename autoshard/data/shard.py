@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 
 import numpy as np
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
 from autoshard.errors import StrategyError
 
@@ -57,6 +55,9 @@ def shard_of(needed: Iterable[tuple[int, int, int]], batch_size: int, process: i
     (8, 9, 10, 11, 12, 13, 14, 15)
     """
     triples = sorted(set(needed))
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
     processes = sorted({each for each, _, _ in triples})
     if process not in processes:
         raise StrategyError(

@@ -18,8 +18,6 @@ from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from autoshard.budgets import BUDGETS
 from autoshard.inference.model import Pair, Pairs
@@ -352,6 +350,9 @@ def bandwidth_order(n_variables: int, pairs: Collection[Pair]) -> list[int]:
     >>> bandwidth_order(4, [(0, 3), (3, 1), (1, 2)])
     [2, 1, 3, 0]
     """
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
     if not n_variables:
         return []
     ends = np.array(list(pairs), dtype=np.int64).reshape(-1, 2)

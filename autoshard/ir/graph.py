@@ -18,12 +18,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 import numpy as np
 
 from autoshard.primitives import is_loop
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,8 @@ class Graph:
 
     def to_networkx(self) -> nx.MultiDiGraph:
         """The program as a directed multigraph: nodes ``("op", i)``, ``("argument", i)`` and ``("result", i)``, an edge for each read."""
+        import networkx as nx
+
         graph = nx.MultiDiGraph(name=self.name, fingerprint=self.fingerprint)
         producer: dict[int, tuple[str, int]] = {}
         for position, value in enumerate(self.arguments):

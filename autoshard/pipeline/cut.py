@@ -20,8 +20,6 @@ from heapq import heappop, heappush
 from itertools import groupby, pairwise
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import coo_matrix
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op
@@ -407,6 +405,9 @@ class _Stages:
 
     def solved(self) -> dict[int, int]:
         """The stage of each op."""
+        from scipy.optimize import linprog
+        from scipy.sparse import coo_matrix
+
         rows, columns, entries = zip(*self.entries, strict=True) if self.entries else ((), (), ())
         matrix = coo_matrix((entries, (rows, columns)), shape=(len(self.limits), len(self.prices)))
         found = linprog(self.prices, A_ub=matrix, b_ub=self.limits, bounds=self.bounds, method="highs-ds")

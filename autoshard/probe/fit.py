@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import numpy as np
-from scipy.optimize import least_squares, nnls
 
 from autoshard.cluster import Cluster
 
@@ -30,6 +29,8 @@ def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np
     Raises:
         ValueError: fewer than two sizes, or a time that is not positive.
     """
+    from scipy.optimize import nnls
+
     x, y = np.asarray(nbytes, float), np.asarray(seconds, float)
     if x.shape != y.shape or x.ndim != 1 or len(set(x)) < 2 or not np.all(y > 0) or not np.all(np.isfinite(y)):
         raise ValueError(f"a line is fitted to positive times of two or more sizes, got {len(x)} sizes and {len(y)} times.")
@@ -52,6 +53,8 @@ def fit_cluster(
         predict: the cost model: seconds of all measured programs on a cluster.
         seconds: the measured times, in the same order.
     """
+    from scipy.optimize import least_squares
+
     measured = np.asarray(seconds, float)
     start = np.log([constant(cluster, name) for name in constants])
 

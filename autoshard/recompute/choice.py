@@ -13,8 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 from jax.extend.core import Var
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from autoshard.recompute.block import Block, is_key, nbytes, segment_of, variables
 
@@ -169,6 +167,9 @@ def _cut(segment: _Segment, price: float) -> frozenset[int]:
     if not total:
         return frozenset()
     capacity = np.where(finite, np.ceil(np.where(finite, cost, 0.0) / total * SCALE), ENDLESS).astype(np.int32)
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     graph = csr_matrix((capacity, (tails, heads)), shape=(size, size))
     flow = maximum_flow(graph, 0, 1).flow
     left = graph - flow

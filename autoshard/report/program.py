@@ -9,8 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import networkx as nx
-
 from autoshard.explanation import Judged
 from autoshard.explanation.layers import PASSES, layer_of, line_of, pass_of
 from autoshard.ir import Graph, Op, layout_to_spec
@@ -179,6 +177,8 @@ def _order(path: Path, sums: Mapping[Path, _Sums]) -> tuple[int, int]:
 
 def _rows(children: Sequence[Path], edges: Mapping[tuple[Path, Path], float]) -> dict[Path, int]:
     """Per child its row: after those that it reads; those that read each other in turns share a row."""
+    import networkx as nx
+
     graph = nx.DiGraph()
     graph.add_nodes_from(children)
     graph.add_edges_from(edges)

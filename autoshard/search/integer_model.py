@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import numpy as np
-from scipy import sparse
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 from autoshard.budgets import BUDGETS
 from autoshard.compilers.buffer_assignment import Peak
@@ -196,6 +194,9 @@ class Model:
 
     def solved(self, rows: Sequence[Row], time_limit_seconds: float, gap: float, max_nodes: int | None = None) -> MilpResult:
         """The result of HiGHS under memory rows."""
+        from scipy import sparse
+        from scipy.optimize import Bounds, LinearConstraint
+
         if not self.kept:
             return MilpResult(np.zeros(0, dtype=np.int64), self.bound)
         n, n_labels = self.n_variables, int(self.offsets[-1])
@@ -245,6 +246,8 @@ def _highs(model: dict) -> tuple[int, np.ndarray | None, float | None]:
     HiGHS keeps the interpreter's lock, so that Ctrl-C would have no effect: large models are solved in a child process, which it ends.
     """
     if len(model["c"]) <= IN_PROCESS:
+        from scipy.optimize import milp
+
         result = milp(**model)
         return result.status, result.x, result.mip_dual_bound
     command = [sys.executable, "-c", CHILD]

@@ -11,7 +11,8 @@ import pytest
 import autoshard
 from autoshard import library
 from autoshard.api.reproduced import differences
-from autoshard.cli.main import main, parser
+from autoshard.cli import main
+from autoshard.cli.commands import parser
 from autoshard.cli.program import load
 from autoshard.errors import StrategyError
 from autoshard.strategy import to_json

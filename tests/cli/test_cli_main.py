@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 import pytest
 
 from autoshard.cli import options
-from autoshard.cli.main import COMMANDS, parser
+from autoshard.cli.commands import COMMANDS, parser
 from autoshard.cluster import Cluster
 
 NAMES = (
@@ -126,7 +126,7 @@ def test_examples_of_the_text_forms():
 @pytest.mark.parametrize("accelerators, platforms", [((), "cpu"), (("/dev/nvidia0",), None), (("/dev/vfio/0",), None)])
 def test_no_tpu_is_looked_for_where_there_is_no_accelerator(run, monkeypatch, accelerators, platforms):
     """An installed libtpu would report at length that there is none; with a device of any kind JAX decides."""
-    main_module = importlib.import_module("autoshard.cli.main")
+    main_module = importlib.import_module("autoshard.cli.commands")
     monkeypatch.delenv("JAX_PLATFORMS")
     monkeypatch.setattr(main_module, "glob", lambda pattern: [name for name in accelerators if fnmatch(name, pattern)])
     monkeypatch.setattr(main_module, "find_spec", lambda name: name == "libtpu")

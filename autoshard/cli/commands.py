@@ -1,4 +1,4 @@
-"""The entry point: picks the subcommand, and turns every failure into one paragraph and an exit code."""
+"""The command line: picks the subcommand, and turns every failure into one paragraph and an exit code."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ COMMANDS = (search, evaluate, explain, what_if, lint, verify, pins, compare, swe
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/*")  # as Linux shows them
 
 USAGE_ERROR = 2  # as argparse exits
-INTERRUPTED = 130  # 128 + SIGINT, as shells say it
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of a command line: 0, 1 where a check failed, 2 where the input was bad, 130 where the user interrupted."""
+def run(argv: Sequence[str] | None = None) -> int:
+    """The exit code of a command line, as of `autoshard.cli.main`; the user's interruption is raised."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     try:
         options = _parsed(_with_defaults(arguments))
@@ -54,9 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = options.run(options)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
-        print("\nautoshard: interrupted; no file is left half-written.", file=sys.stderr)
-        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output, such as head, has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains once more when it flushes at exit
         return 0

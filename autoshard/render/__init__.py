@@ -16,19 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich import box
-from rich.columns import Columns
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
-from rich.padding import Padding
-from rich.segment import Segment
-from rich.table import Column as RichColumn
-from rich.table import Table as RichTable
-from rich.text import Text
+if TYPE_CHECKING:
+    from rich.console import Console
 
-NARROWEST = 80  # columns of a terminal
 PIPE_WIDTH = 120  # columns of a report that does not go to a terminal
 
 
@@ -217,6 +209,8 @@ class Report:
 
 def to_text(report: Report, width: int | None = None, encoding: str = "utf-8") -> str:
     """The report as plain text without colour codes, at most ``width`` columns wide (120 by default), in characters of the encoding."""
+    from rich.console import Console
+
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="\n")
     print_report(report, Console(file=file, width=width or PIPE_WIDTH, color_system=None, force_terminal=False, legacy_windows=False))
     file.seek(0)
@@ -224,91 +218,14 @@ def to_text(report: Report, width: int | None = None, encoding: str = "utf-8") -
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints the report on a console, in colour on a terminal."""
-    console.print(Text(report.title, style="bold"))
-    for part in report.parts:
-        console.print()
-        console.print(_rendered(part))
+    """Prints the report on a console of rich, in colour on a terminal."""
+    from autoshard.render.terminal import lines
+
+    for line in lines(report):
+        console.print(line)
 
 
-def _rendered(part: Part) -> RenderableType:
-    match part:
-        case Heading(text):
-            return Text(text, style="bold underline")
-        case Paragraph(text):
-            return Text(text)
-        case Table(columns, rows, notes):
-            return Group(_table(columns, rows), *(Text(f" {note}", style="dim") for note in notes))
-        case Bars(bars):
-            return _bars(bars)
-        case Drawing(text):
-            return Padding(Text(text, no_wrap=True, overflow="crop"), (0, 0, 0, 1))
-        case Gallery(pictures):
-            return Padding(Columns([_picture(picture) for picture in pictures], padding=(1, 4)), (0, 0, 0, 1))
-
-
-def _table(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> RichTable:
-    whole = _unbroken(columns, rows)
-    shown = [
-        RichColumn(Text(c.removeprefix(">")), justify="right" if c.startswith(">") else "left", overflow="fold", no_wrap=k in whole)
-        for k, c in enumerate(columns)
-    ]
-    table = RichTable(*shown, box=box.SIMPLE_HEAD, pad_edge=True, show_edge=False, show_header=any(columns))
-    for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
-    return table
-
-
-def _unbroken(columns: tuple[str, ...], rows: tuple[tuple[str, ...], ...]) -> set[int]:
-    """The columns whose cells are not wrapped: the narrowest ones, as far as the narrowest terminal has room for the others.
-
-    >>> _unbroken(("path", "shape"), (("a rather long path to a tensor, somewhere deep in a model", "float32[4,32]"),))
-    {1}
-    """
-    widths = [max(len(text) for text in (column, *cells)) for column, *cells in zip(columns, *rows, strict=True)]
-    kept, taken = set(), 0
-    for k in sorted(range(len(columns)), key=widths.__getitem__):
-        taken += widths[k] + 3
-        if taken > NARROWEST * 3 // 4:
-            break
-        kept.add(k)
-    return kept
-
-
-def _bars(bars: tuple[Bar, ...]) -> RichTable:
-    grid = RichTable.grid(padding=(0, 2))
-    for column in ("left", "left", "right"):
-        grid.add_column(justify=column)
-    for bar in bars:
-        grid.add_row(Text(f" {bar.label}"), _TextBar(bar.share), Text(bar.text))
-    return grid
-
-
-@dataclass(frozen=True, slots=True)
-class _TextBar:
-    """A bar of block characters, or of ``#`` in an ASCII terminal."""
-
-    share: float
-    width: int = 40
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(self.width, self.width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        filled = min(self.width, max(round(self.share * self.width), int(self.share > 0)))
-        full, empty = ("#", ".") if options.ascii_only else ("█", "░")
-        yield Segment(full * filled + empty * (self.width - filled))
-
-
-def _picture(picture: Picture) -> Group:
-    table = RichTable(box=box.SQUARE, show_header=False)
-    for row in picture.rows:
-        table.add_row(*(Text(cell.text, style="" if cell.hue is None else f"black on {_rgb(cell.hue)}") for cell in row))
-    caption = (Text(picture.caption, style="dim"),) if picture.caption else ()
-    return Group(Text(picture.title), table, *caption)
-
-
-def _rgb(hue: float) -> str:
+def rgb(hue: float) -> str:
     """A light colour of this hue as ``#rrggbb``, legible under black text."""
     channels = (0.66 + 0.24 * math.cos(2 * math.pi * (hue - third / 3)) for third in range(3))
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
@@ -376,7 +293,7 @@ def _html_bar(bar: Bar) -> str:
 
 def _html_picture(picture: Picture) -> str:
     def block(cell: Cell) -> str:
-        colour = "" if cell.hue is None else f"background:{_rgb(cell.hue)};color:#111;"
+        colour = "" if cell.hue is None else f"background:{rgb(cell.hue)};color:#111;"
         return (
             f'<td style="{colour}border:1px solid {LINE};min-width:2.2em;padding:0.35em 0.5em;text-align:center;'
             f'font-size:0.85em">{escape(cell.text)}</td>'
