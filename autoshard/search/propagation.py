@@ -211,6 +211,7 @@ class Propagation:
                 for body in reversed(op.bodies):
                     self._backward(body.ops, wanted)
                 self._hold((holder for holder in branches if holder.value not in op.results), wanted)
+                self._hold((holder for holder in op.holders if not branches and self._read_alike(holder)), wanted)
             rule = self.problem.rules[op.index]
             if rule is None or rule.given or op.index in self.frozen or len(op.results) != 1 or op.bodies or free[op.results[0]]:
                 continue
@@ -286,6 +287,11 @@ class Propagation:
             if choice is not None and layout is not None and shards(layout, sizes) < shards(self.layout(wide), sizes):
                 self.choices[op.index] = choice
                 self.settle(op, rule)
+
+    def _read_alike(self, holder: Holder) -> bool:
+        """Whether all trips of a loop read a constant in one layout, such as a mask, which is then made in it."""
+        constant = len(holder.sources) == 1 and not (holder.sources[0].inside or holder.sources[0].shift)
+        return constant and len(read := self._read_in(holder.value)) == 1 and None not in read
 
     def _read_in(self, value: int) -> set[Layout | None]:
         """The layouts in which ops read a value; None stands for a reader without a choice."""

@@ -217,6 +217,19 @@ def test_a_loss_in_chunks_gathers_its_weights_once():
     assert sent["all_gather"] == 5
 
 
+def test_a_mask_that_all_layers_read_is_made_in_shards():
+    """What a loop reads in one layout is made in that, whatever it is made of: not of all examples on every device."""
+
+    def loss(weight, keep, batch):
+        mask = jnp.broadcast_to(keep, batch.shape)
+        layer = lambda x, _: (jnp.where(mask, jnp.tanh(x @ weight), x), None)  # noqa: E731
+        return jax.lax.scan(layer, batch, None, length=3)[0].sum()
+
+    problem = problem_of(loss, floats(256, 256), jax.ShapeDtypeStruct((256,), jnp.bool_), floats(1024, 256))
+    (mask,) = (op.results[0] for op in problem.graph.ops if op.primitive == "broadcast_in_dim" and problem.graph.values[op.results[0]].rank)
+    assert DataParallel().solve(problem).assignment.layout(mask) == (0, 0)
+
+
 def test_as_many_microbatches_as_devices_are_each_split():
     """The loop's dimension, which the devices divide too, is not split, though a program as small as this is faster on one device."""
 
