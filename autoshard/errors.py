@@ -43,6 +43,10 @@ class SearchLimitError(AutoshardError):
     """The problem is too large for the searcher; names the searcher to try instead."""
 
 
+class OutOfTime(SearchLimitError):
+    """The time limit of a search is over."""
+
+
 class SearcherError(AutoshardError):
     """The given name or object is no searcher."""
 

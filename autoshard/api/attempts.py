@@ -22,9 +22,9 @@ from autoshard.api.refusals import or_refused, with_untried
 from autoshard.api.strategy import Strategy
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, OutOfTime
 from autoshard.ir.remat import Remat
-from autoshard.mesh_search.anytime import timed
+from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
@@ -74,6 +74,7 @@ class Attempts:
     whole: Whole | None = None
     warm: Hints | None = None
     prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
+    is_hurried: bool = field(default=False, init=False)  # whether a search found nothing in its share of the time
     least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
 
     def __post_init__(self):
@@ -100,6 +101,8 @@ class Attempts:
         except InfeasibleError as error:
             if (last := self._by_last_resort()) is not None:
                 return last
+            if self.is_hurried and not error.proven:
+                raise OutOfTime(self._too_short()) from None
             raise self._advised(error) from None
 
     def _found(self, hosted: Hosted) -> Found:
@@ -153,6 +156,22 @@ class Attempts:
             return self.whole[0]
         return self.asked.traced if self.first == 1 else None
 
+    def _too_short(self) -> str:
+        return (
+            f"the search was given {self.seconds:g} s, in which it found no strategy within the memory limit, and not all numbers of "
+            "microbatches and recomputations could be searched. Use a longer time_limit_seconds, or a number of microbatches."
+        )
+
+    def _share(self, left: float | None) -> float | None:
+        """The seconds that one search may take: half of what is left where others follow whatever it finds."""
+        follow = "auto" in (self.microbatches, self.remat, self.offload) or self.remat == "replace"
+        return left / 2 if left is not None and follow else left
+
+    @property
+    def _patience(self) -> float:
+        """The share of its time after which a search that finds nothing ends: half of it where others may find something."""
+        return 1.0 if self.microbatches != "fit" and self.remat in (None, "full") and self.offload != "auto" else 0.5
+
     def _left(self) -> float | None:
         """The seconds that are left."""
         return None if self.seconds is None else max(0.0, self.seconds - (time.perf_counter() - self.started))
@@ -161,16 +180,24 @@ class Attempts:
         """What is found in so many microbatches with a recomputation, without the last resort."""
         is_first = n == self.first and again is None and not on_host
         again = None if again is None else replace(again, mode=self.remat or "")
+        if not is_first and (left := self._left()) is not None and left <= self.asked.seconds["trace_seconds"]:
+            self.is_hurried = True
+            raise OutOfTime(self._too_short())
         prepared = self.asked if is_first else self.ask(n, again, self._whole, on_host)
-        quick, progress = self.searcher.without_last_resort(), timed(self.progress, self.seconds if is_first else self._left())
+        quick = self.searcher.without_last_resort()
+        progress = timed(self.progress, self._share(self.seconds if is_first else self._left()), patience=self._patience)
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
             self.prepared[id(prepared.facts)] = prepared
             self.last.refuse(problem.within(prepared.limit), error)
 
-        how = {"refused": refused, "warm": self.warm, "least": self.least}
+        how = {"refused": refused, "warm": self.warm, "least": self.least, "made": {}}
         searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, **how)
-        solution, problem = within(prepared, searched, self.reserves, self.mesh)
+        try:
+            solution, problem = within(prepared, searched, self.reserves, self.mesh)
+        except InfeasibleError:
+            self.is_hurried |= isinstance(progress, Timed) and progress.has_no_patience
+            raise
         self.least = min(self.least, solution.judgement.cost.objective_seconds)
         return prepared, solution, problem
 

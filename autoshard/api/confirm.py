@@ -15,8 +15,7 @@ from autoshard.api.finalists import Board, in_words
 from autoshard.api.strategy import Strategy
 from autoshard.api.timed_finalists import FinalistDevices, devices_of
 from autoshard.cluster import Cluster
-from autoshard.errors import ClusterError, CompilerError, InfeasibleError, SearcherError
-from autoshard.mesh_search.anytime import OutOfTime
+from autoshard.errors import ClusterError, CompilerError, InfeasibleError, OutOfTime, SearcherError
 from autoshard.progress import silent
 from autoshard.render import format_bytes
 from autoshard.strategy import Confirmation, Record

@@ -13,7 +13,7 @@ from autoshard.api.agreement import everyones
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.mesh_search.anytime import OutOfTime
+from autoshard.errors import OutOfTime
 from autoshard.progress import Progress
 from autoshard.strategy import Finalist
 

@@ -25,7 +25,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
 from autoshard.ir import Assignment, Mesh
 from autoshard.judge.evaluate import Judgement
-from autoshard.mesh_search.anytime import endings, timed
+from autoshard.mesh_search.anytime import Timed, endings, timed
 from autoshard.mesh_search.bounds import bounded
 from autoshard.microbatch import divisors
 from autoshard.problem import NO_HINTS, Hints, Problem
@@ -298,7 +298,7 @@ class _Search:
 
     def _ask(self, problem: Problem, searcher: Searcher, limit: float | None, progress: Progress) -> None:
         """Lets a searcher look for an answer within a limit, and puts on the front what it meets on the way."""
-        watched = problem.within(limit).observed_by(_Observer(self.front, problem, searcher))
+        watched = problem.within(limit).observed_by(_Observer(self.front, problem, searcher, self.progress))
         hints = self.hints.setdefault(problem.mesh, NO_HINTS)
         with suppress(InfeasibleError, SearchLimitError):  # what it met counts all the same
             found = searcher.solve(watched, progress, hints)
@@ -308,7 +308,8 @@ class _Search:
     def _ask_last(self, last: LastResort) -> None:
         """Puts what the last resort finds within the limit on the front."""
         for point in self.front:
-            watched = point.problem.within(self.prepared.limit).observed_by(_Observer(self.front, point.problem, self.searcher))
+            observer = _Observer(self.front, point.problem, self.searcher, self.progress)
+            watched = point.problem.within(self.prepared.limit).observed_by(observer)
             last.refuse(watched, InfeasibleError("", point.cost[0]))
         last.found(self.progress)
 
@@ -349,6 +350,11 @@ class _Observer:
     front: list[_Point]
     problem: Problem
     searcher: Searcher
+    progress: Progress
+
+    def check(self) -> None:
+        if isinstance(self.progress, Timed):
+            self.progress.check()
 
     def judged(self, judgement: Judgement) -> None:
         _met(self.front, _Point(self.problem, judgement, self.searcher))

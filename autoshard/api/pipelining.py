@@ -23,12 +23,11 @@ from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.record import Cost
-from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Layout, Mesh, shards
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
 from autoshard.lower import STAGE_AXIS, rows_spec
-from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures

@@ -24,12 +24,11 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, NothingFasterError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import Refused, search_meshes
@@ -319,18 +318,23 @@ def searched_on_meshes(
     refused: Refused | None = None,
     warm: Hints | None = None,
     least: float = math.inf,
+    made: dict[Mesh, Problem] | None = None,
 ) -> tuple[Solution, Problem]:
     """The best solution on any mesh within a memory limit, and its problem; ``refused`` takes the problems without one.
 
     Args:
         warm: hints of an earlier search of the program, which another question about it follows; meshes are then cut quickly.
         least: the objective of what is known, in seconds: what is no faster need not be found.
+        made: takes the problems by their meshes, whose tables serve a search within another limit.
     """
     problems: list[Problem] = []
+    made = {} if made is None else made
     failure: ShardingError | None = None
     for candidate in prepared.meshes:
         try:
-            problems.append(prepared.problem(candidate, limit, problems))
+            known = made.get(candidate)
+            problems.append(prepared.problem(candidate, limit, problems) if known is None else known.within(limit))
+            made[candidate] = problems[-1]
         except ShardingError as error:
             failure = error
     if failure is not None and not problems:

@@ -26,11 +26,11 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import ClusterError, InfeasibleError
+from autoshard.errors import ClusterError, InfeasibleError, OutOfTime
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.anytime import OutOfTime, endings, timed
+from autoshard.mesh_search.anytime import endings, timed
 from autoshard.pipeline import Stage
 from autoshard.pipeline.plan_search import Planning
 from autoshard.pipeline.plans import FILL, Estimate, Plans

@@ -19,9 +19,8 @@ from autoshard.api.agreement import everyones
 from autoshard.api.finalists import Board
 from autoshard.api.structure import KEYS
 from autoshard.cluster import CATALOGUE, Cluster
-from autoshard.errors import ClusterError, CompilerError
+from autoshard.errors import ClusterError, CompilerError, OutOfTime
 from autoshard.lower import jax_mesh
-from autoshard.mesh_search.anytime import OutOfTime
 from autoshard.strategy import Record
 from autoshard.verify import collectives_of, devices_here, dot_flops
 

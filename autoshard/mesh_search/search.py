@@ -21,9 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.budgets import BUDGETS
-from autoshard.errors import AutoshardError, InfeasibleError, NothingFasterError, SearchLimitError, ShardingError
+from autoshard.errors import AutoshardError, InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, ShardingError
 from autoshard.inference.trw_s import MessagePassing
-from autoshard.mesh_search.anytime import Incumbent
+from autoshard.memory_limit.lagrangian import nothing_fits
+from autoshard.mesh_search.anytime import Incumbent, Timed
 from autoshard.mesh_search.bounds import bounded, first_bound, message_bound, quotient_bound
 from autoshard.mesh_search.finalists import BASELINES, finalists
 from autoshard.problem import NO_HINTS, Hints, Problem
@@ -57,7 +58,7 @@ def search_meshes(
         searcher: the searcher.
         problems: one a mesh and placement.
         solve: called with searcher, problem, progress and hints, those of the best mesh so far.
-        progress: a callback.
+        progress: a callback; of a search of limited time a `Timed` one.
         ends: exceptions that end the search early; the solution is then the best answer found.
         finer: called at last with the best problem, its solution and progress; where nothing fits, with the problem of the smallest
             peak and no solution. None: no mesh of more axes is searched.
@@ -68,7 +69,8 @@ def search_meshes(
         quick: whether the bound of a quotient problem cuts a mesh, which is no proof, but takes a fraction of the time of one.
 
     Raises:
-        InfeasibleError: no mesh has a solution within the memory limit; names the smallest peak found.
+        InfeasibleError: no mesh has a solution within the memory limit, or none was found in the share of the time that such a search has;
+            names the smallest peak found.
         NothingFasterError: nor has any that was not cut by the least objective of ``warm``.
         ShardingError: the pins leave no mesh a legal sharding.
     """
@@ -80,6 +82,8 @@ def search_meshes(
         search.add_baselines()
     except ends:
         search.end_early()
+        if search.best is None and isinstance(progress, Timed) and not progress.is_over:
+            raise search.nothing_yet() from None
         if search.best is None:
             raise
     if search.best is None:
@@ -88,8 +92,9 @@ def search_meshes(
         assert search.failure is not None
         raise search.failure
     _, number, solution = search.best
-    problem = search.problems[number]
-    solution = bounded(problem, solution)
+    problem = search.plain(number)
+    with suppress(OutOfTime):  # of a search that has ended; the bound that it has holds
+        solution = bounded(search.in_last_seconds(number) if search.notes else problem, solution)
     stats = {**solution.stats, "meshes": len(search.problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
     return replace(solution, stats=stats, notes=(*solution.notes, *search.notes), others=search.others()), problem
 
@@ -116,6 +121,7 @@ class _Search:
         nearest: of the problems without a solution, the one of the smallest peak.
         passings: of a quick search by problem the message passing over its quotient problem, which the next bound goes on with.
         n_given: the number of given problems.
+        reached: how many were begun with.
     """
 
     searcher: Searcher
@@ -142,12 +148,37 @@ class _Search:
     nearest: int | None = None
     passings: dict[int, MessagePassing] = field(default_factory=dict)
     n_given: int = field(init=False)
+    reached: int = field(default=0, init=False)
 
     def __post_init__(self):
         self.n_given = len(self.problems)
         self.least = self.warm.least
+        for number in range(self.n_given):
+            self._observe(number)
+
+    def _observe(self, number: int) -> None:
+        """Keeps an incumbent of the problem, if the search may end early."""
+        if self.observed:
+            self.incumbents[number] = Incumbent(self.problems[number], self.clock)
+            self.problems[number] = self.problems[number].observed_by(self.incumbents[number])
+
+    @property
+    def clock(self) -> Timed | None:
+        """What ends the search when its time is over; None: its time is not limited."""
+        return self.progress if isinstance(self.progress, Timed) else None
+
+    def plain(self, number: int) -> Problem:
+        """The problem as it was given, which no clock watches."""
+        return self.incumbents[number].problem if self.observed else self.problems[number]
+
+    def in_last_seconds(self, number: int) -> Problem:
+        """The problem for what remains to be done when the search has ended: in a second if its time was limited."""
+        problem = self.plain(number)
+        return problem if self.clock is None else problem.observed_by(Incumbent(problem, self.clock.last()))
 
     def run(self) -> None:
+        if self.clock is not None and self.searcher.automatic:
+            self._begin_with_baselines()
         n = len(self.problems) + (self.finer is not None)
         for done, number in enumerate(self._order()):
             self._try(number, part(self.progress, done / n, 1 / n))
@@ -159,6 +190,7 @@ class _Search:
             if found is not None:
                 problem, self.hints[n - 1] = found
                 self.problems.append(problem)
+                self._observe(n - 1)
                 self._try(n - 1, part(self.progress, (n - 0.5) / n, 0.5 / n))
 
     def _try(self, number: int, progress: Progress) -> None:
@@ -167,9 +199,7 @@ class _Search:
         if self.best is not None:
             self.hints[number] = replace(self.hints[self.best[1]], least=self.least, start=hints.start)
         progress(f"mesh {self.problems[number].mesh}", 0.0)
-        if self.observed:
-            self.incumbents[number] = Incumbent(self.problems[number])
-            self.problems[number] = self.problems[number].observed_by(self.incumbents[number])
+        self.reached += 1
         problem = self.problems[number]
         try:
             if self._is_cut(number):
@@ -184,7 +214,7 @@ class _Search:
                 self._keep(number, solution)
         except (InfeasibleError, ShardingError) as error:
             if self.refused is not None and isinstance(error, InfeasibleError) and not error.proven:
-                self.refused(problem, error)
+                self.refused(self.plain(number), error)
             before, self.failure = self.failure, worse(self.failure, error)
             if isinstance(error, InfeasibleError) and not error.proven and problem.mesh.sizes not in self.infeasible:
                 self.peaks[number] = error.smallest_peak_bytes or math.inf
@@ -282,15 +312,31 @@ class _Search:
                 bound = min(self.best[2].lower_bound_seconds, solution.judgement.cost.objective_seconds)  # the bound is of the mesh
                 self._keep(number, replace(solution, lower_bound_seconds=bound, finder=baseline.name))
 
+    def _begin_with_baselines(self) -> None:
+        """Lets quick baselines answer on the first mesh until one fits, however long that takes, as the answer of a search that ends."""
+        first = self.incumbents[0]
+        for baseline in (DataParallel(), FullySharded(stage=3)):
+            try:
+                return first.judged(baseline.solve(first.problem).judgement)
+            except (InfeasibleError, SearchLimitError, ShardingError) as error:
+                if isinstance(error, InfeasibleError) and error.smallest_peak_bytes:
+                    first.smallest_peak_bytes = min(first.smallest_peak_bytes, error.smallest_peak_bytes)
+
+    def nothing_yet(self) -> InfeasibleError:
+        """The error of a search that found nothing in its share of the time, while others may find something in the rest."""
+        smallest = min(incumbent.smallest_peak_bytes for incumbent in self.incumbents.values())
+        return nothing_fits(self.problems[0], "the smallest peak found in a part of the time", smallest)
+
     def _keep_first_baseline(self) -> None:
-        """Keeps the first answer of a baseline within the memory limit, those first that take little time; however long that takes."""
+        """Keeps the first answer of a baseline within the memory limit, those first that take little time."""
+        last = silent if self.clock is None else self.clock.last()
         sizes = {problem.mesh.sizes: number for number, problem in reversed([*enumerate(self.problems)])}
         numbers = sorted(sizes.values())  # one placement of each mesh, which all take the same memory
         for baseline in (DataParallel(), FullySharded(stage=3), TensorParallel()):
             for number in numbers if baseline.differs_by_mesh else numbers[:1]:
                 with suppress(InfeasibleError, SearchLimitError, ShardingError):
                     self.hints.setdefault(number, NO_HINTS)
-                    solution = baseline.solve(self.problems[number])
+                    solution = baseline.solve(self.plain(number), last)
                     return self._keep(number, replace(solution, finder=baseline.name))
 
     def others(self) -> tuple[Solution, ...]:
@@ -303,6 +349,7 @@ class _Search:
     def end_early(self) -> None:
         """Makes incumbents solutions; where an automatic searcher has none, a baseline's that fits, if any does, on any mesh."""
         for number, incumbent in self.incumbents.items():
+            self.hints.setdefault(number, self.warm)
             if incumbent.hints is not None and number not in self.solutions:
                 self.hints[number] = incumbent.hints
             if (solution := incumbent.solution()) is not None:
@@ -310,7 +357,7 @@ class _Search:
         if self.best is None and self.searcher.automatic:
             self._keep_first_baseline()
         several = len({problem.mesh.sizes for problem in self.problems}) > 1
-        reached = max(len(self.incumbents), 1)
+        reached = max(self.reached, 1)
         rest = ", before any of more axes" if self.finer is not None and reached <= self.n_given else ""
         self.notes = (
             f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "

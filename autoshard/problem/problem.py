@@ -28,6 +28,8 @@ from autoshard.problem.variables import Edge, Pin, decisions_of
 
 Fact = TypeVar("Fact")
 
+CHECKED = 256  # so many tables are made in between two looks at the clock
+
 
 Charge = tuple[int, int, int, float]
 """What a price of bytes is on: variable, slot (-1: the partial result of its leader), rank and bytes of the whole array."""
@@ -35,6 +37,9 @@ Charge = tuple[int, int, int, float]
 
 class Observer(Protocol):
     """A receiver of the answers and hints that a search comes to on its way."""
+
+    def check(self) -> None:
+        """Is called before what takes time, and may end the search by an exception."""
 
     def judged(self, judgement: Judgement) -> None:
         """Receives an assignment that was judged."""
@@ -224,7 +229,9 @@ class Problem:
         domains = self.costs.domains_of(labels, free)
         unary = [domain.unary for domain in domains]
         pairs: dict[tuple[int, int], np.ndarray] = {}
-        for coupling in self.decisions.couplings:
+        for number, coupling in enumerate(self.decisions.couplings):
+            if number % CHECKED == 0:
+                self.check()
             i, j = coupling[:2]
             table = self.costs.table(coupling, domains)
             if i == j:
@@ -351,9 +358,15 @@ class Problem:
 
     def evaluate(self, assignment: Assignment) -> Judgement:
         """The judge's figures of an assignment."""
+        self.check()
         judgement = evaluate(self.facts, self.model, assignment)
         self.tell(judgement)
         return judgement
+
+    def check(self) -> None:
+        """Lets the observer, if there is one, end the search."""
+        if self.observer is not None:
+            self.observer.check()
 
     def tell(self, judgement: Judgement) -> None:
         """Tells the observer, if there is one, of an assignment that was judged."""

@@ -29,7 +29,7 @@ from typing import ClassVar
 
 from autoshard.budgets import BUDGETS
 from autoshard.cost.record import Cost
-from autoshard.errors import InfeasibleError, SearchLimitError
+from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError
 from autoshard.judge.model import CostModel
 from autoshard.memory_limit.lagrangian import nothing_fits
 from autoshard.problem import NO_HINTS, Hints, Problem
@@ -111,6 +111,8 @@ class Auto(Searcher):
                 found.append((member.solve(problem, own, known), member))
                 hints = replace(found[-1][0].hints, least=hints.least)
                 in_vain = in_vain and not member.automatic
+            except OutOfTime:
+                raise
             except SearchLimitError as error:
                 too_large.append(error)
             except InfeasibleError as error:

@@ -14,8 +14,7 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.errors import ClusterError, PipelineError, ShardingError, StrategyError, TraceError
-from autoshard.mesh_search.anytime import OutOfTime
+from autoshard.errors import ClusterError, OutOfTime, PipelineError, ShardingError, StrategyError, TraceError
 from benchmarks import models
 
 WIDTH, HIDDEN, LAYERS, BATCH = 16, 32, 4, 16

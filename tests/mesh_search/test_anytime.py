@@ -10,8 +10,8 @@ from programs import PROGRAMS
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.errors import SearcherError, SearchLimitError
-from autoshard.mesh_search.anytime import OutOfTime, timed
+from autoshard.errors import OutOfTime, SearcherError, SearchLimitError
+from autoshard.mesh_search.anytime import timed
 from autoshard.progress import silent
 
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "auto"}
