@@ -19,7 +19,7 @@ from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.search.searcher import Solution
 
-LAST_SECONDS = 1.0  # for a baseline that fits where nothing was found, or for a bound of what was
+LAST_SECONDS, LAST_SHARE = 1.0, 0.05  # for a baseline that fits where nothing was found, or for a bound of what was
 
 
 def checked_seconds(seconds: float | None) -> float | None:
@@ -76,9 +76,9 @@ class Timed:
         return self.clock() > self.until
 
     def last(self) -> Timed:
-        """The callback of what remains to be done when the search has ended, which may take `LAST_SECONDS`."""
-        until = self.clock() + LAST_SECONDS
-        return Timed(silent, self.clock, self.seconds, until, until)
+        """The callback of what remains to be done after the end, for `LAST_SECONDS` of this thread, or `LAST_SHARE` of all the time."""
+        until = time.thread_time() + max(LAST_SECONDS, LAST_SHARE * self.seconds)
+        return Timed(silent, time.thread_time, self.seconds, until, until)
 
 
 def timed(

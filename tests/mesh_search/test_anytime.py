@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial, reduce
 
+import jax
+import jax.numpy as jnp
 import pytest
 from programs import PROGRAMS
 
 import autoshard
+from autoshard.api import attempts
 from autoshard.cluster import Cluster
 from autoshard.errors import OutOfTime, SearcherError, SearchLimitError
+from autoshard.mesh_search import anytime
 from autoshard.mesh_search.anytime import timed
+from autoshard.problem import problem
+from autoshard.problem.cost_tables import CostTables
 from autoshard.progress import silent
 
 OPTIONS = {"cluster": "v5e:2x4", "searcher": "auto"}
@@ -104,3 +112,61 @@ def test_progress_never_leaves_its_bar(ask):
     ask(fn, *args, cluster="v5e:2x4", progress=lambda what, fraction: fractions.append(fraction))
     assert all(0 <= fraction <= 1 for fraction in fractions)
     assert max(fractions) > 0.5
+
+
+class Clock:
+    """A clock that stands still for some looks at it, and then runs by `step` seconds a look."""
+
+    def __init__(self, still=0, step=1.0):
+        self.left, self.step, self.now = still, step, 0.0
+
+    def __call__(self):
+        self.left -= 1
+        self.now += self.step if self.left < 0 else 0.0
+        return self.now
+
+
+@pytest.mark.parametrize(("searcher", "still"), [("auto", 20), ("auto", 200), ("auto", 600), ("recursive_programming", 60)])
+def test_no_phase_of_a_search_outlasts_its_time(monkeypatch, searcher, still):
+    """Whichever is going on when the time is over, a handful of assignments are judged afterwards, and hardly any tables made."""
+    fn, args = PROGRAMS["gpt"]()
+    clock, late = Clock(still, 1e6), {"judged": 0, "tables": 0}
+
+    def counted(name, made):
+        def call(*args, **kwargs):
+            late[name] += clock.now > 0.0
+            return made(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(problem, "evaluate", counted("judged", problem.evaluate))
+    monkeypatch.setattr(CostTables, "table", counted("tables", CostTables.table))
+    monkeypatch.setattr(attempts, "timed", partial(timed, clock=clock))
+    monkeypatch.setattr(anytime, "LAST_SECONDS", 0.0)
+    monkeypatch.setattr(anytime, "LAST_SHARE", 0.0)
+    with suppress(SearchLimitError):  # which limit of memory is far below what it takes without
+        autoshard.search(fn, *args, cluster="v5e:2x4", searcher=searcher, memory_limit_bytes=400_000, time_limit_seconds=10)
+    assert clock.now > 0.0, "the search was over before"
+    assert late["judged"] <= 4
+    assert late["tables"] <= 2 * problem.CHECKED
+
+
+def test_half_of_the_time_is_left_for_microbatches_where_nothing_fits(monkeypatch):
+    """A step that fits in microbatches alone is found, though a search in one would take all of the time."""
+
+    def step(weights, x):
+        value, gradients = jax.value_and_grad(lambda weights: jnp.mean(reduce(lambda h, w: jnp.tanh(h @ w), weights, x) ** 2))(weights)
+        return [w - g for w, g in zip(weights, gradients, strict=True)], value
+
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    monkeypatch.setattr(attempts, "timed", lambda *given, **options: timed(*given, clock=Clock(), **options))
+    found = autoshard.search(step, *args, cluster="v5e:2x4", memory_limit_bytes=220_000, remat=None, time_limit_seconds=200)
+    assert (found.microbatches, found.cost.peak_bytes <= 220_000) == (2, True)
+
+
+def test_no_clock_is_left_in_a_strategy():
+    """The problem that later questions search again is watched by none."""
+    fn, args = PROGRAMS["mlp"]()
+    found = autoshard.search(fn, *args, time_limit_seconds=1e-6, **OPTIONS)
+    assert found._searched.problem is not None
+    assert found._searched.problem.observer is None
