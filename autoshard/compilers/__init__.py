@@ -13,6 +13,23 @@ PLATFORMS = frozenset({*TARGETS, "cuda", "rocm"})
 """JAX's names of platforms, as `jax.lax.platform_dependent` takes them."""
 
 
+_NAMED = {"gpu": ("cuda", "rocm")}  # JAX's names of a kind of device, where they are others
+
+
+def lacking(collective: str, dtype: str) -> tuple[str, ...]:
+    """JAX's names of the platforms whose compiler has no such collective for an element type.
+
+    Args:
+        collective: its kind, an all_reduce by its operator: ``sum``, ``max`` or ``min``.
+        dtype: the name of the element type.
+
+    >>> lacking("reduce_scatter", "complex64"), lacking("reduce_scatter", "float32")
+    (('tpu',), ())
+    """
+    kinds = (kind for kind, compiler in TARGETS.items() if dtype in compiler.lacks.get(collective, ()))
+    return tuple(name for kind in kinds for name in _NAMED.get(kind, (kind,)))
+
+
 def compiler_of(cluster: Cluster) -> Compiler:
     """The compiler of a cluster's devices.
 
@@ -22,4 +39,4 @@ def compiler_of(cluster: Cluster) -> Compiler:
     return TARGETS[cluster.device.kind](cluster.device, cluster.overlap, cluster.memory_limit_bytes)
 
 
-__all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of"]
+__all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of", "lacking"]

@@ -59,6 +59,7 @@ class Compiler:
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
         fetches_early: whether it brings what is on hosts to the device as soon as there is room, long before it is used.
         contended_types: in which its scatters add to an element in a loop of compare-and-swap.
+        lacks: per collective, an all_reduce by its operator, the element types for which it has none.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
     """
 
@@ -75,6 +76,7 @@ class Compiler:
     memory_goal: ClassVar[float] = 0.0
     fetches_early: ClassVar[bool] = False
     contended_types: ClassVar[tuple[str, ...]] = ()
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     bucket_limits: ClassVar[tuple[str, ...]] = ()
 
     # -- collectives --

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -36,6 +37,14 @@ SCHEDULED_SHARE = 0.95
 BUCKET_LIMITS = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_reduce", "all_gather", "reduce_scatter"))
 
 
+# Of the 8-bit floats NCCL has those of Hopper. evidence: types that XLA:GPU sends
+_OF_NO_GPU = ("float8_e3m4", "float8_e4m3")
+LACKS = {
+    **dict.fromkeys(("all_gather", "all_to_all"), _OF_NO_GPU),
+    **dict.fromkeys(("sum", "max", "min", "reduce_scatter"), (*_OF_NO_GPU, "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class XlaGpu(Compiler):
     """XLA:GPU, as jaxlib 0.10.2 has it.
@@ -47,6 +56,7 @@ class XlaGpu(Compiler):
     reduces_in_place: ClassVar[bool] = True
     fetches_early: ClassVar[bool] = True
     contended_types: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = LACKS
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property

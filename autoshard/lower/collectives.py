@@ -1,12 +1,11 @@
 """Lowering of reshard steps and combinations to JAX's collectives, inside `jax.shard_map` over all axes of the mesh.
 
-Each step becomes one collective: a reduce_scatter is `jax.lax.psum_scatter`, an all_gather over two axes is one all_gather, and a slice is
-local.
+Each step becomes one collective (`autoshard.lower.element_types`): an all_gather over two axes is one all_gather, and a slice is local.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax import lax
 from autoshard.cost.permute import exchange
 from autoshard.cost.reshard import Step
 from autoshard.ir import Layout, Mesh, shard_counts
+from autoshard.lower.element_types import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 
 
 def start_of(layout: Layout, dim: int, size: int, mesh: Mesh) -> Any:
@@ -39,28 +39,17 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
     if not x.size:  # empty arrays are not sent
         return lax.reshape(x, _after(x.shape, step, mesh))
     if step.kind == "all_gather":
-        return lax.all_gather(x, axes, axis=step.source[step.axes[0]], tiled=True, axis_index_groups=_groups(step, mesh))
+        return all_gather(x, axes, step.source[step.axes[0]], _groups(step, mesh))
     if step.kind == "all_to_all":
-        source, target = step.source[step.axes[0]], step.target[step.axes[0]]
-        return lax.all_to_all(x, axes, split_axis=target, concat_axis=source, tiled=True)
+        return all_to_all(x, axes, step.target[step.axes[0]], step.source[step.axes[0]])
     if step.kind == "reduce_scatter":
-        return lax.psum_scatter(x, axes, scatter_dimension=step.target[step.axes[0]], tiled=True)
+        return reduce_scatter(x, axes, step.target[step.axes[0]])
     return _permuted(x, step, mesh)
 
 
 def combined(x: Any, operator: str, axes: tuple[str, ...]) -> Any:
     """The combination of the partial results of all devices along some axes, on each of them."""
-    if not x.size:
-        return x
-    if x.dtype == bool:
-        number = x.astype(jnp.uint8)
-        return (lax.pmin if operator in ("and", "min") else lax.pmax)(number, axes).astype(bool)
-    if operator == "prod":  # JAX has no all_reduce that multiplies
-        return lax.all_gather(x, axes).prod(0, dtype=x.dtype)
-    return _COMBINE[operator](x, axes)
-
-
-_COMBINE: dict[str, Callable[[Any, tuple[str, ...]], Any]] = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+    return all_reduce(x, axes, operator) if x.size else x
 
 
 def _groups(step: Step, mesh: Mesh) -> list[list[int]] | None:
@@ -93,4 +82,4 @@ def _permuted(x: Any, step: Step, mesh: Mesh) -> Any:
     if size != x.shape:
         starts = (found.starts * np.array(size)).astype(np.int32)
         x = lax.dynamic_slice(x, list(jnp.asarray(starts)[lax.axis_index(mesh.names)]), size)
-    return lax.ppermute(x, mesh.names, found.pairs.tolist())
+    return permute(x, mesh.names, found.pairs.tolist())

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from autoshard.ir import Dims, Rule
+from autoshard.lower.element_types import all_gather, permute
 from autoshard.rules.contraction import conv_window
 from autoshard.rules.shape import shift
 from autoshard.rules.window import Window, pool_window
@@ -39,12 +40,12 @@ class Split:
 
     def gathered(self, x: Any, dim: int) -> Any:
         """The arrays of all shards, concatenated along a dimension."""
-        return lax.all_gather(x, self.axes, axis=dim, tiled=True)
+        return all_gather(x, self.axes, dim)
 
     def permuted(self, x: Any, target: Callable[[int], int]) -> Any:
         """The array of the shard whose target is this one; zeros where there is none."""
         pairs = [(shard, target(shard)) for shard in range(self.shards)]
-        return lax.ppermute(x, self.axes, [(source, to) for source, to in pairs if 0 <= to < self.shards])
+        return permute(x, self.axes, [(source, to) for source, to in pairs if 0 <= to < self.shards])
 
     def with_halos(self, x: Any, dim: int, window: Window, fill: Any) -> Any:
         """The shard with the halos that its window reads of the neighbouring shards; beyond the first and the last shard is ``fill``."""

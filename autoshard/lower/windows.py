@@ -13,6 +13,7 @@ from jax import lax
 
 from autoshard.cost.windows import RESULT, Window
 from autoshard.ir import Mesh, Rule
+from autoshard.lower.element_types import permute
 
 Product = Callable[[Any, Any], Any]
 """The op bound on parts of its operands."""
@@ -33,7 +34,7 @@ class _Ring:
 
     def sent(self, x: Any, by: int) -> Any:
         """The array of the device ``by`` positions before this one in the ring."""
-        return lax.ppermute(x, self.axes, [(device, (device + by) % self.n) for device in range(self.n)])
+        return permute(x, self.axes, [(device, (device + by) % self.n) for device in range(self.n)])
 
     def part(self, operand: int, block: Any, size: int) -> Any:
         """The elements of an operand that belong to a block; all of them where it does not have the windowed dimension."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,6 +53,13 @@ OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
 # All_reduces are combined up to so many bytes; reduce_scatters never are. evidence: buckets of gradients
 BUCKET_LIMITS = ("xla_jf_crs_combiner_threshold_in_bytes",)
 
+# Complex numbers are pairs, and 64-bit ones halves, of which it adds up some. What makes them of others is `autoshard.lower.element_types`.
+# evidence: types that XLA:TPU combines
+LACKS = {
+    "reduce_scatter": ("complex64", "complex128", "float64"),
+    **dict.fromkeys(("max", "min"), ("int64", "uint64", "float64")),
+}
+
 # The core's own memory that a program's buffers may have: the largest preallocated-temp of memory space 1 in XLA:TPU's buffer assignments
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
 # evidence: fast memory
@@ -77,6 +84,7 @@ class XlaTpu(Compiler):
     wide_bytes: ClassVar[int] = WIDE_BYTES
     unfused_bytes: ClassVar[int] = UNFUSED_BYTES
     memory_goal: ClassVar[float] = GOAL
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = LACKS
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property
