@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from autoshard.errors import ShardingError
+from autoshard.lower import element_types
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "halo_exchange", "neighbor_exchange", "reduce_scatter"]
 
@@ -124,7 +125,7 @@ def reduce_scatter(x: Any, axes: Axes, op: str = "sum", dim: int = 0) -> Any:
     def scattered(x: Any) -> Any:
         along = _divided_dim(x, dim, names, n)
         if op in ("sum", "mean") and x.size:
-            total = lax.psum_scatter(x, names, scatter_dimension=along, tiled=True)
+            total = element_types.reduce_scatter(x, names, along)
             return total / n if op == "mean" else total
         parts = x.reshape(*x.shape[:along], n, x.shape[along] // n, *x.shape[along + 1 :])
         reduced = reduce(lax.all_to_all(parts, names, split_axis=along, concat_axis=along, tiled=True), axis=along)

@@ -37,8 +37,8 @@ SCHEDULED_SHARE = 0.95
 BUCKET_LIMITS = tuple(f"xla_gpu_{kind}_combine_threshold_bytes" for kind in ("all_reduce", "all_gather", "reduce_scatter"))
 
 
-# Of the 8-bit floats NCCL has those of Hopper. evidence: types that XLA:GPU sends
 _OF_NO_GPU = ("float8_e3m4", "float8_e4m3")
+# NCCL has few of the 8-bit floats. evidence: types that GPUs send
 LACKS = {
     **dict.fromkeys(("all_gather", "all_to_all"), _OF_NO_GPU),
     **dict.fromkeys(("sum", "max", "min", "reduce_scatter"), (*_OF_NO_GPU, "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")),

@@ -58,6 +58,7 @@ class ProgramFacts:
         row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
         sliced_alone: the arrays in memory whose slices only loops without products read or stack.
         sending: the ops whose shards may send each other parts of their operands.
+        sorts: the sorts.
     """
 
     graph: Graph
@@ -89,6 +90,7 @@ class ProgramFacts:
     row_updates: dict[int, tuple[int, ...]]
     sliced_alone: frozenset[int]
     sending: tuple[Op, ...]
+    sorts: tuple[Op, ...]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -152,6 +154,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         row_updates=row_updates(graph),
         sliced_alone=frozenset(fusion.root[value] for value in sliced_alone(graph) if _same_rows(graph, fusion, value)),
         sending=tuple(op for op, _ in sending),
+        sorts=tuple(op for op in graph.walk() if op.primitive == "sort"),
     )
 
 

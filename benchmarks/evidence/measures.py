@@ -82,6 +82,10 @@ PEAK = Measure("MiB at the fullest moment", lambda ahead: "refused" if ahead.pea
 """Arguments and results included."""
 
 
+COMPILES = Measure("compiles", lambda ahead: "yes", cycles=True)
+"""Whether the compiler takes the program; ``no`` of one that it refuses."""
+
+
 # -- collectives and products ----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Element types of collectives: ahead of time each compiler takes what `autoshard.lower.element_types` makes, and lacks what its table says."""
+"""Element types of collectives: a compiler takes those of `autoshard.lower.element_types`, and lacks what its table says."""
 
 from __future__ import annotations
 

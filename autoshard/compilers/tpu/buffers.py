@@ -15,6 +15,7 @@ from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.compilers.op_patterns import MOST_OF
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.layout_copies import for_lookups, for_products, for_scatters, for_sending, for_updates, sliced_last
+from autoshard.compilers.tpu.sorts import of_sorts
 from autoshard.compilers.tpu.tiling import tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout
@@ -49,6 +50,8 @@ def tiled_buffers(
     ]
     stored = stored_partials(facts, partials, share, mesh)
     more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
+    unread, sorted_apart = of_sorts(facts, assignment, fast_memory_bytes)
+    more += [*unread, *sorted_apart]
     more += for_products(facts, assignment, copied)
     more += for_lookups(facts, assignment, copied, early)
     more += for_scatters(facts, assignment, partials)
@@ -67,7 +70,7 @@ def tiled_buffers(
         dies = _beside_gathers(facts, partials.keys(), copied, dies)
         dies = _after_scatters(facts, partials.keys(), dies)
     draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), sizes, more)
-    sent = (True,) * (len(copies) + len(stored))  # collectives read and write the device's own memory
+    sent = (True,) * (len(copies) + len(stored) + len(unread))  # collectives read and write the device's own memory
 
     def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
         kept = draft.held()

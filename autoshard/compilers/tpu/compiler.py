@@ -54,7 +54,7 @@ OVERLAP_OPTIONS: dict[str, dict[str, bool | int | float | str]] = {
 BUCKET_LIMITS = ("xla_jf_crs_combiner_threshold_in_bytes",)
 
 # Complex numbers are pairs, and 64-bit ones halves, of which it adds up some. What makes them of others is `autoshard.lower.element_types`.
-# evidence: types that XLA:TPU combines
+# evidence: types that TPUs combine
 LACKS = {
     "reduce_scatter": ("complex64", "complex128", "float64"),
     **dict.fromkeys(("max", "min"), ("int64", "uint64", "float64")),

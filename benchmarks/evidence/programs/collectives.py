@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from autoshard.compilers.tpu.compiler import BUCKET_LIMITS, OVERLAP_OPTIONS
-from benchmarks.evidence.measures import COPYING, CYCLES, carried, counted, formed, largest, sent
+from benchmarks.evidence.measures import COMPILES, COPYING, CYCLES, carried, counted, formed, largest, sent
 from benchmarks.evidence.program import BF16, F32, PROGRAMS, SPLIT, WHOLE, Program, leaf, named, program
 
 SLICE = "v5e:2x4"
@@ -262,3 +262,24 @@ def around(n):
 for n, cluster in ((4, "v5e:2x2"), (8, "v5e:2x4"), (16, "v5e:4x4")):
     specs = (SPLIT, P(None, "x")), P(None, "x")
     named(f"a ring of {n} blocks", Program(around(n), (leaf(8192, 1024), leaf(1024, 4096)), counted("convolution("), cluster, specs))
+
+
+# -- element types -----------------------------------------------------------------------------------------------------------
+
+
+def scattered(x):
+    """The parts of a sum over devices."""
+    return lax.psum_scatter(x, "x", tiled=True)
+
+
+def of_type(name: str, function, dtype, on: str) -> None:
+    """Whether a collective of an element type compiles."""
+    named(name, Program(function, (leaf(1024, 256, dtype=dtype),), COMPILES, on, (SPLIT, SPLIT)))
+
+
+of_type("a scattered sum of complex numbers", scattered, jnp.complex64, SLICE)
+of_type("a scattered sum of their parts", lambda x: (scattered(x.real), scattered(x.imag)), jnp.complex64, SLICE)
+of_type("an all_reduce of complex numbers", lambda x: lax.psum(x, "x"), jnp.complex64, SLICE)
+for _kind in ("e4m3", "e3m4", "e4m3fn", "e5m2fnuz"):
+    of_type(f"shards of float8_{_kind} gathered", gathered, jnp.dtype(f"float8_{_kind}"), "h100:4x1")
+    of_type(f"a sum of float8_{_kind}", lambda x: lax.psum(x, "x"), jnp.dtype(f"float8_{_kind}"), "h100:4x1")

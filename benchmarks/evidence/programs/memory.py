@@ -21,6 +21,19 @@ for kind, fits in (("v5e:1x1", 112), ("v6e:1x1", 95), ("v5p:1x1x1", 47)):
             Program(lambda x: jnp.sort(x * 2, axis=0).sum(0), (leaf(rows, 4, 512, dtype=F32),), measure, kind),
         )
 
+# -- sorts -----------------------------------------------------------------------------------------------------------------
+
+for name, function, dtype in (
+    ("columns that are sorted", lambda x: jnp.sort(x, axis=0), F32),
+    ("rows that are sorted", lambda x: jnp.sort(x, axis=1), F32),
+    ("rows in bfloat16 that are sorted", lambda x: jnp.sort(x, axis=1), BF16),
+    ("rows that an unstable sort sorts", lambda x: jax.lax.sort(x, dimension=1, is_stable=False), F32),
+    ("positions of sorted rows", lambda x: jnp.argsort(x, axis=1), F32),
+    ("medians of rows", lambda x: jnp.median(x, axis=1), F32),
+):
+    for rows, size in ((4096, "small"), (65536, "large")):
+        named(f"{size} {name}", Program(function, (leaf(rows, 1024, dtype=dtype),), PEAK))
+
 # -- tiles -----------------------------------------------------------------------------------------------------------------
 
 for shape in ((65536, 5), (65536, 3), (65536, 2), (1001, 1025)):
