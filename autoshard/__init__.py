@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         compare,
         evaluate,
         frontier,
+        kernel_rule,
         lint,
         load,
         matmul_seconds,
@@ -111,6 +112,7 @@ __all__ = [
     "distributed",
     "evaluate",
     "frontier",
+    "kernel_rule",
     "lint",
     "load",
     "matmul_seconds",
@@ -126,7 +128,7 @@ __all__ = [
 _NAMES = {
     "api": (
         *("Comparison", "Confirm", "Frontier", "Lint", "Strategy", "Sweep", "SweepPoint", "Verification", "WhatIf", "collective_seconds"),
-        *("compare", "evaluate", "frontier", "lint", "load", "matmul_seconds", "parallelize", "search", "sweep", "verify"),
+        *("compare", "evaluate", "frontier", "kernel_rule", "lint", "load", "matmul_seconds", "parallelize", "search", "sweep", "verify"),
     ),
     "cluster": ("Cluster",),
     "cost.record": ("Cost",),

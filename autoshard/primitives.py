@@ -256,8 +256,8 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("ffi_call pallas_call", "kernel", anchor=True),
     # Their work is not known; it is counted as for unknown primitives.
     **_each("cudnn_fusion scaled_dot scaled_matmul scaled_matmul_wrapper", "library"),
-    **_each("dot_product_attention_fwd dot_product_attention_fwd_wrapper", "library"),
-    **_each("dot_product_attention_bwd dot_product_attention_bwd_wrapper", "library"),
+    **_each("dot_product_attention_fwd dot_product_attention_fwd_wrapper", "library", anchor=True),
+    **_each("dot_product_attention_bwd dot_product_attention_bwd_wrapper", "library", anchor=True),
     **_each("dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper", "library"),
     **_each("dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper", "library"),
     **_each("pure_callback", "callback"),

@@ -4,6 +4,7 @@ from autoshard.api.comparing import Comparison, compare
 from autoshard.api.confirm import Confirm
 from autoshard.api.costs import collective_seconds, matmul_seconds
 from autoshard.api.frontier import Frontier, frontier
+from autoshard.api.kernel_rules import kernel_rule
 from autoshard.api.linting import Lint, lint
 from autoshard.api.parallelize import Parallelized, parallelize
 from autoshard.api.search import evaluate, search
@@ -29,6 +30,7 @@ __all__ = [
     "compare",
     "evaluate",
     "frontier",
+    "kernel_rule",
     "lint",
     "load",
     "matmul_seconds",

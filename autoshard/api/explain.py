@@ -146,7 +146,7 @@ def compiled_table(record: Record) -> Table:
     taken, sent = record.confirmation.taken, sum(each.bytes * each.count for each in as_compiled(record.cost.collectives))
     figures = (
         ("sent by collectives", sent, taken.collective_bytes, format_bytes),
-        ("work of products", record.cost.flops, taken.flops, format_flops),
+        ("work of products", record.cost.compiled_flops, taken.flops, format_flops),
         ("peak memory", record.cost.compiled_peak_bytes, taken.peak_bytes, format_bytes),
     )
     rows = tuple(

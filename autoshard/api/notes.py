@@ -6,12 +6,13 @@ from collections import Counter, defaultdict
 
 from autoshard.compilers import Compiler
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir import Assignment, Graph, Mesh, operand_layout
+from autoshard.ir import Assignment, Graph, Mesh, Op, operand_layout
 from autoshard.ir.layout import shards
 from autoshard.lower import abstract_mesh, obstacle
 from autoshard.primitives import is_matrix, is_self_partitioned
 from autoshard.recompute import checkpoints
 from autoshard.render import format_count, format_percent
+from autoshard.rules import whole_axes
 from autoshard.trace import Traced
 
 TOP = 3  # places in the program that are named for a mesh axis
@@ -120,13 +121,18 @@ def _idle(graph: Graph, assignment: Assignment) -> list[str]:
 
 def whole(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """The mesh axes that shard nothing, those that repeat much of the work, the matrix products whose work some axis repeats, and why."""
-    return [*_idle(facts.graph, assignment), *_repeating(facts, assignment), *_repeated(facts, assignment)]
+    return [
+        *_idle(facts.graph, assignment),
+        *_repeating(facts, assignment),
+        *_repeated(facts, assignment),
+        *_whole_kernels(facts, assignment),
+    ]
 
 
 def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """The mesh axes whose devices repeat each other's work in more than a tenth of all products; without products, of all operations."""
     ops = [op for op in facts.graph.walk() if not (op.bodies or op.mapped)]
-    products = [op for op in ops if is_matrix(op.primitive)]
+    products = [op for op in ops if _multiplies(op)]
     what = "products" if products else "operations"
     work = {op: op.trips * facts.flops[op.index] for op in products or ops}
     total, found = sum(work.values()), []
@@ -135,6 +141,25 @@ def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
         if axis in _used(assignment) and share > MUCH:
             found.append(f"mesh axis {name} of size {n} repeats {format_percent(share)} of the work of all {what}: {n} devices do the same")
     return found
+
+
+def _multiplies(op: Op) -> bool:
+    """Whether an operation is a matrix product, or a kernel with such products."""
+    return is_matrix(op.primitive) or (op.kernel is not None and op.kernel.matrix_flops > 0)
+
+
+def _whole_kernels(facts: ProgramFacts, assignment: Assignment) -> list[str]:
+    """The kernels that every device computes whole, though they are much of the work, and why their grids are not split."""
+    ops = [op for op in facts.graph.walk() if op.primitive == "pallas_call" and not op.mapped]
+    total = sum(op.trips * facts.flops[op.index] for op in facts.graph.walk() if _multiplies(op) or op.kernel is not None) if ops else 0.0
+    found: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for op in ops:
+        choice, reasons = assignment.choice(op.index), whole_axes(op.params)
+        if reasons and not any(factor >= 0 and n > 1 for (factor, _), n in zip(choice, assignment.mesh.sizes, strict=True)):
+            why = "; ".join(f"grid axis {axis} is not split, since {reason}" for axis, reason in reasons.items())
+            found[f"the kernel at {op.origin} runs whole on every device", why] += op.trips * facts.flops[op.index]
+    shares = {words: format_percent(work / total) for words, work in found.items() if work >= WORTH * total > 0}
+    return [f"{where} ({share} of the work): {why}" for (where, why), share in shares.items()]
 
 
 def _repeated(facts: ProgramFacts, assignment: Assignment) -> list[str]:

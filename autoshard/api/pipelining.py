@@ -460,6 +460,7 @@ def _cost(plan: _Plan) -> Cost:
         exposed_communication_seconds=sum(cost.exposed_communication_seconds for cost in busiest),
         peak_bytes=plan.peak_bytes,
         flops=max(sum(cost.flops for cost in costs) for costs in parts),
+        kernel_flops=max(sum(cost.kernel_flops for cost in costs) for costs in parts),
         collectives=tuple(sent for cost in busiest for sent in cost.collectives),
     )
 

@@ -277,7 +277,7 @@ def _verification(record: Record, target: str, found: _Actual, n_constraints: in
         rows=() if found.flops is None and found.fits is False else compare(expected(record, target), found.collectives),
         n_ops=int(record.stats["n_ops"]),
         n_constraints=n_constraints,
-        predicted_flops=record.cost.flops,
+        predicted_flops=record.cost.compiled_flops,
         predicted_compute_seconds=record.cost.compute_seconds,
         predicted_peak_bytes=predicted if peak_bytes is None else peak_bytes,
         actual_flops=found.flops and found.flops.total,

@@ -40,6 +40,8 @@ def op_flops(op: Op, rule: Rule | None, values: Sequence[Value]) -> float:
         rule: its rule; an op without a formula counts one for each point of its iteration space, where the rule has a reduction.
         values: the program's values, by number.
     """
+    if op.kernel is not None:
+        return op.kernel.flops
     counted = primitive(op.primitive).work
     if op.bodies or counted == "none":
         return 0.0

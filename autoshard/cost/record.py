@@ -33,10 +33,11 @@ class Cost:
         communication_seconds: time of all collectives.
         exposed_communication_seconds: the part of it that no compute hides.
         peak_bytes: peak memory of the schedule.
-        flops: floating point operations of matrix products and convolutions, as in model flops utilisation.
+        flops: floating point operations of matrix products and convolutions, as in model flops utilisation; those in kernels included.
         collectives: in program order.
         recomputation: the compiler's rematerialisation; None where the program fits without, where it was not predicted, and where it may
             not suffice. No other figure counts it.
+        kernel_flops: those in users' kernels, which compilers do not count.
     """
 
     objective_seconds: float
@@ -48,6 +49,12 @@ class Cost:
     flops: float
     collectives: tuple[Collective, ...] = ()
     recomputation: Recomputation | None = None
+    kernel_flops: float = 0.0
+
+    @property
+    def compiled_flops(self) -> float:
+        """Floating point operations of products as compilers count them, those of kernels left out."""
+        return self.flops - self.kernel_flops
 
     @property
     def compiled_peak_bytes(self) -> float:

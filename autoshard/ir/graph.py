@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from autoshard.ir.kernel import Kernel
 from autoshard.primitives import is_loop
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class Op:
         bodies: sub-programs of a control-flow op.
         holders: how layouts flow into and out of the bodies.
         mapped: of an op of a user's shard_map, the names and sizes of the axes of its mesh; empty for all others.
+        kernel: the work of a user's kernel, where its body can be read.
         equation: the traced equation; only the fallback rule (`autoshard.rules.shardy`) reads it, to lower it.
     """
 
@@ -149,6 +151,7 @@ class Op:
     holders: tuple[Holder, ...] = ()
     equation: Any = field(default=None, repr=False)
     mapped: tuple[tuple[str, int], ...] = ()
+    kernel: Kernel | None = None
 
     def flow_trips(self, flow: Flow) -> int:
         """How often one step reads a value into one of the op's holders."""

@@ -99,7 +99,7 @@ class _Judge:
         if assignment.windows:
             self.windows = Windows(facts.graph, facts.rules, assignment, paths, facts.readers, self.late.values).assigned()
         self.additions = {each.op: each for each in facts.sums.additions if each.op in self.late.additions}
-        self.flops = 0.0
+        self.flops = self.kernel_flops = 0.0
         self.makers: dict[_Made, Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
         self.partials: dict[int, Step] = {}
@@ -131,6 +131,7 @@ class _Judge:
             exposed_communication_seconds=tasks.exposed_seconds,
             peak_bytes=peak.nbytes,
             flops=self.flops,
+            kernel_flops=self.kernel_flops,
             collectives=self._collectives(),
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
@@ -280,6 +281,7 @@ class _Judge:
             needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
         if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
+            self.kernel_flops += op.trips * cost.flops if op.kernel is not None and not op.kernel.interpreted else 0.0
             needs = tasks.compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:
             maker = tasks.join(needs)

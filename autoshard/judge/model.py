@@ -43,6 +43,7 @@ from autoshard.ir import (
     shards,
     shards_of,
 )
+from autoshard.ir.kernel import Kernel
 from autoshard.primitives import commutes_with_casts, is_collective, is_matrix, is_view
 
 # An all_to_all exchanges contiguous pieces: the operand is transposed before and the result after, each read and written (copies around
@@ -169,7 +170,7 @@ class CostModel:
             whole = (-1,) * len(self.mesh.axes)
             found = self._op_costs[key] = OpCost(
                 seconds=self.op_seconds(facts, op, choice),
-                flops=self.op_flops(facts, op, choice) if is_matrix(op.primitive) else 0.0,
+                flops=self._matrix_flops(facts, op, choice),
                 operands=tuple(whole if rule is None else operand_layout(rule, choice, position) for position in range(len(op.operands))),
                 exchange=self.exchange_path(facts, op, choice),
                 combinations=tuple(self.reduction_path(facts, op, choice, k) for k in range(len(op.results))),
@@ -186,6 +187,11 @@ class CostModel:
         met = padding_met(op, *(tuple(values[value] for value in some) for some in (op.operands, op.results)))
         return flops * math.prod(times for dim, times in met.items() if not split.isdisjoint(rule.operands[0][dim]))
 
+    def _matrix_flops(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
+        if op.kernel is not None:
+            return op.kernel.matrix_flops / self._split(choice)
+        return self.op_flops(facts, op, choice) if is_matrix(op.primitive) else 0.0
+
     def _split(self, choice: Choice) -> int:
         return math.prod(size for (factor, _), size in zip(choice, self.mesh.sizes, strict=True) if factor >= 0)
 
@@ -200,6 +206,8 @@ class CostModel:
             return 0.0
         if is_transfer(op):
             return self._host_seconds(facts, op) / self._split(choice)
+        if op.kernel is not None:
+            return self._kernel_seconds(op.kernel, self._split(choice))
         rule = facts.rules[op.index]
         values = facts.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
@@ -212,6 +220,11 @@ class CostModel:
         else:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
         return float(seconds) + (self._seconds_before(facts, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
+
+    def _kernel_seconds(self, kernel: Kernel, parts: int) -> float:
+        """The seconds of one of the equal parts of a user's kernel; products, other arithmetic and memory traffic overlap."""
+        products = self._roofline.seconds(True, kernel.matrix_flops / parts, kernel.dtype, kernel.nbytes / parts)
+        return float(max(products, self._roofline.seconds(False, kernel.vector_flops / parts, kernel.dtype, 0.0)))
 
     def window_step(self, value: Value, window: Window) -> Step:
         """One of the permutes of a windowed product."""
@@ -294,6 +307,8 @@ class CostModel:
             return 0.0
         if is_transfer(op):
             return self._host_seconds(facts, op) / n
+        if op.kernel is not None:
+            return self._kernel_seconds(op.kernel, n)
         nbytes = self._moved(facts, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
         matrix, flops, dtype = is_matrix(op.primitive), facts.flops[op.index] / n, _dtype(op, facts.graph.values)
         return float(self._roofline.seconds(matrix, flops, dtype, nbytes, traffic.starts))

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
 from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
+from autoshard.rules.attention import BACKWARD, FORWARD
 
 HOST = "pinned_host"
 """JAX's name of the memory of hosts that devices read and write."""
@@ -19,7 +20,7 @@ HOST = "pinned_host"
 STAGE_AXIS = "stage"
 """The first axis of a pipeline's mesh."""
 
-_NEED_DEVICES = frozenset({"custom_partitioning", "inspect_sharding", "io_callback", "pure_callback"})
+_NEED_DEVICES = frozenset({"custom_partitioning", FORWARD, BACKWARD, "inspect_sharding", "io_callback", "pure_callback"})
 """Primitives that JAX 0.10 cannot lower for an abstract mesh."""
 
 

@@ -24,9 +24,12 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from autoshard.ir import Choice, Layout, Mesh, Rule, computed_layout, exchanges, local_shape, operand_layout, reductions
+from autoshard.lower import kernels
 from autoshard.lower.collectives import combined, start_of
 from autoshard.lower.exchange import BODIES, Split
+from autoshard.lower.mesh import abstract_mesh, to_named_sharding
 from autoshard.primitives import of_kind
+from autoshard.rules import partitioned
 
 Bind = Callable[..., Sequence[Any]]
 """Binds an operation's primitive: ``(*operands, **replaced parameters)`` to results."""
@@ -156,11 +159,24 @@ def _tile(op: Sharded) -> dict[str, Any]:
     return {"reps": tuple(n // m for n, m in zip(made, (1,) * (len(made) - len(shard)) + shard, strict=True))}
 
 
+def _kernel(op: Sharded) -> dict[str, Any]:
+    entering = [op.local(shape, layout) for shape, layout in zip(op.operands, op.entering, strict=True)]
+    return kernels.on_shards(op.params, entering, [op.local(shape, layout) for shape, layout in zip(op.results, op.leaving, strict=True)])
+
+
+def _results(op: Sharded) -> dict[str, Any]:
+    """The types of a foreign function's results."""
+    pairs = zip(op.params["result_avals"], op.results, op.leaving, strict=True)
+    return {"result_avals": tuple(aval.update(shape=op.local(shape, layout)) for aval, shape, layout in pairs)}
+
+
 RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
     "broadcast_in_dim": _shape("shape"),
     "dynamic_slice": _shape("slice_sizes"),
     "empty": _shape("shape"),
+    "ffi_call": _results,
     "pad": _pad,
+    "pallas_call": _kernel,
     "reshape": _shape("new_sizes"),
     "slice": _slice,
     "split": _split,
@@ -345,7 +361,23 @@ def with_one_batch(bind: Bind, x: Any, n: int) -> list[Any]:
     return [lax.reshape(made, (*batch, *made.shape[1:]))]
 
 
+def _partitioned(op: Sharded, *shards: Any) -> list[Any]:
+    """The results of a function that partitions itself, as its author says for these layouts."""
+    mesh = abstract_mesh(op.mesh)
+    avals = zip((op.entering, op.leaving), (op.params["call"].in_avals, op.params["call"].out_avals), strict=True)
+    told = [
+        [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=to_named_sharding(layout, len(aval.shape), mesh))
+            for layout, aval in zip(layouts, side, strict=True)
+        ]
+        for layouts, side in avals
+    ]
+    function, _ = partitioned(op.params, mesh, *told)
+    return jax.tree.leaves(function(*op.params["in_tree"].unflatten(shards)))
+
+
 PLACED: Mapping[str, Callable[..., Sequence[Any]]] = {
+    "custom_partitioning": _partitioned,
     "dynamic_update_slice": _update,
     "fft": _fft,
     "gather": _lookup,

@@ -1,22 +1,57 @@
 """Sharding rules of JAX primitives: one file per family, one function per rule."""
 
 from autoshard.rules import (
+    attention,
     contraction,
     creation,
+    declared,
     elementwise,
     indexing,
+    kernels,
     linalg,
     ordering,
+    partitioning,
     reduction,
     shape,
     window,
 )
+from autoshard.rules.kernels import grid_axes, kernel_of, whole_axes
 from autoshard.rules.lookup import rules_of
 from autoshard.rules.mapped import in_order
 from autoshard.rules.partitioner import propagates, runs_per_shard
+from autoshard.rules.partitioning import partitioned, splits
 from autoshard.rules.registry import registered, rule, rule_of
 from autoshard.rules.shardy import same_on_shards
 
-FAMILIES = (contraction, creation, elementwise, indexing, linalg, ordering, reduction, shape, window)
+FAMILIES = (
+    attention,
+    contraction,
+    creation,
+    declared,
+    elementwise,
+    indexing,
+    kernels,
+    linalg,
+    ordering,
+    partitioning,
+    reduction,
+    shape,
+    window,
+)
 
-__all__ = ["FAMILIES", "in_order", "propagates", "registered", "rule", "rule_of", "rules_of", "runs_per_shard", "same_on_shards"]
+__all__ = [
+    "FAMILIES",
+    "grid_axes",
+    "in_order",
+    "kernel_of",
+    "partitioned",
+    "propagates",
+    "registered",
+    "rule",
+    "rule_of",
+    "rules_of",
+    "runs_per_shard",
+    "same_on_shards",
+    "splits",
+    "whole_axes",
+]

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from autoshard.ir import Graph, Op, Rule
+from autoshard.rules.declared import declared_of
 from autoshard.rules.mapped import mapped_rule
 from autoshard.rules.registry import registered, rule_of
 from autoshard.rules.shardy import lowered_rule
@@ -38,5 +39,7 @@ def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
 
 
 def _rule(op: Op, operands: tuple, results: tuple) -> Rule | None:
+    if op.primitive not in registered() and (given := declared_of(op.primitive, op.params)) is not None:
+        return given.rule([v.shape for v in operands], [v.shape for v in results])
     rule = rule_of(op.primitive, op.params, operands, results)
     return lowered_rule(op.equation) if rule is None and op.equation is not None else rule

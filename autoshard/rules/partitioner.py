@@ -9,8 +9,11 @@ from autoshard.ir import Rule
 from autoshard.primitives import is_windowed
 
 # Custom calls and transforms that the partitioner replicates, batch included (seen in compiled modules, jaxlib 0.10.2); of solves,
-# right-hand sides.
-GATHERED = frozenset({"fft", "select_and_scatter", "select_and_scatter_add", "top_k", "triangular_solve", "tridiagonal_solve"})
+# right-hand sides. Kernels are opaque to it.
+GATHERED = frozenset({
+    "custom_partitioning", "ffi_call", "fft", "pallas_call", "select_and_scatter", "select_and_scatter_add", "top_k", "triangular_solve",
+    "tridiagonal_solve",
+})  # fmt: skip
 
 # Elementwise functions that iterate until the last element has converged: partitioned, each trip needs a collective.
 ITERATED = frozenset({"igamma", "igamma_grad_a", "igammac", "random_gamma", "regularized_incomplete_beta"})

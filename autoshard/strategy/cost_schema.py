@@ -21,8 +21,8 @@ T = TypeVar("T")
 
 
 def encode_cost(cost: Cost) -> dict[str, Any]:
-    """A cost, without a recomputation that is None; collectives share lists of source lines and reasons."""
-    parts = {field.name: getattr(cost, field.name) for field in fields(cost)}
+    """A cost, without a recomputation that is None and kernels that it has not; collectives share lists of source lines and reasons."""
+    parts = {field.name: getattr(cost, field.name) for field in fields(cost) if field.name != "kernel_flops" or cost.kernel_flops}
     recomputation, origins, reasons = parts.pop("recomputation"), dict[Origin, int](), dict[Reason, int]()
     collectives = [_encode_collective(each, origins, reasons) for each in parts.pop("collectives")]
     return {
@@ -36,8 +36,8 @@ def encode_cost(cost: Cost) -> dict[str, Any]:
 
 def decode_cost(node: Node, mesh: Mesh, worded: bool) -> Cost:
     """A cost; ``worded`` is for schema 1, in which the attribution of collectives is text."""
-    names = [field.name for field in fields(Cost) if field.name != "recomputation"]
-    part = node.fields(*names, *(() if worded else ("origins", "reasons")), optional=("recomputation",))
+    names = [field.name for field in fields(Cost) if field.name not in ("recomputation", "kernel_flops")]
+    part = node.fields(*names, *(() if worded else ("origins", "reasons")), optional=("recomputation", "kernel_flops"))
     if worded:
         collectives = tuple(_worded_collective(child, mesh) for child in part.pop("collectives").items())
     else:

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import is_call, is_inlined
+from autoshard.rules import kernel_of
 from autoshard.trace.implementations import closed
 from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED, Boundary, axes_of_mesh, boundaries, has_effects
 from autoshard.trace.origin import Origins, calls_library
@@ -312,7 +313,7 @@ class _Emitter:
             results = self._all(step.results)
         equation = None if isinstance(eqn, Boundary) else eqn
         described = eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips
-        return Op(index, *described, bodies, holders, equation, step.mapped)
+        return Op(index, *described, bodies, holders, equation, step.mapped, equation and kernel_of(equation))
 
     def _body(self, block: _Block) -> Body:
         inputs = self._all(block.inputs)

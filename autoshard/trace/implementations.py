@@ -5,7 +5,7 @@ Other libraries define primitives of their own: for a rule of differentiation (l
 the types of the equation's operands. Where the result is differentiated once more, the primitive's own derivative is taken.
 
 A primitive stays closed, and runs as it is lowered, where its implementation is JAX's (as `apply_primitive` is), where it has an effect,
-and where JAX cannot trace the implementation.
+where JAX cannot trace the implementation, and where the user declared a rule for it (`autoshard.kernel_rule`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, Literal, Primitive
 
+from autoshard.rules.declared import declared_of
 from autoshard.trace.structure import as_call, opened, subjaxprs, types_of
 
 
@@ -29,7 +30,7 @@ def implemented(eqn: JaxprEqn, within: tuple[JaxprEqn, ...] = ()) -> JaxprEqn:
     Args:
         within: the equations in whose implementations it is; one that is like them stays closed.
     """
-    if _implementation(eqn.primitive) is None or any(_alike(eqn, each) for each in within):
+    if _stays(eqn) or any(_alike(eqn, each) for each in within):
         return eqn
     try:
         return _call(eqn)
@@ -39,7 +40,7 @@ def implemented(eqn: JaxprEqn, within: tuple[JaxprEqn, ...] = ()) -> JaxprEqn:
 
 def closed(eqn: JaxprEqn) -> str:
     """Why an equation of another library's primitive is not replaced by its implementation, in words; empty of JAX's primitives."""
-    if _implementation(eqn.primitive) is None:
+    if _stays(eqn):
         return ""
     try:
         _call(eqn)
@@ -47,6 +48,11 @@ def closed(eqn: JaxprEqn) -> str:
         said = str(error).strip()
         return f"{type(error).__name__}: {said.splitlines()[0]}" if said else type(error).__name__
     return "it calls itself"
+
+
+def _stays(eqn: JaxprEqn) -> bool:
+    """Whether an equation is to stay as it is: of one of JAX's primitives, or of one with a rule that the user declared."""
+    return _implementation(eqn.primitive) is None or declared_of(eqn.primitive.name, eqn.params) is not None
 
 
 @cache

@@ -3,6 +3,7 @@
 - Primitives that JAX does not own become calls of their implementations (`autoshard.trace.implementations`).
 - A loop that `jax.vmap` maps over different trip counts has an array of conditions. It becomes a loop that runs while any of them is true,
   and selects the old carry where its own condition is false.
+- Functions that partition themselves, by a rule that splits nothing, become calls, whose operations have rules of their own.
 - Branches for platforms that are no devices, such as kernel languages, are removed; a single remaining branch becomes a call.
 - Equal casts, transposes and reversals of one array are made once, so that a weight that is cast for each use is gathered once. Reversals
   of dimensions of size one, as of the kernel in the gradient of a 1 x 1 convolution, are removed.
@@ -25,6 +26,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from autoshard.compilers import PLATFORMS
 from autoshard.ir.scan import num_carry, num_consts
+from autoshard.rules import splits
 from autoshard.trace.batched_indexing import batched
 from autoshard.trace.implementations import implemented
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
@@ -105,7 +107,7 @@ def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equation(eqn: JaxprEqn, within: tuple[JaxprEqn, ...]) -> JaxprEqn:
-    called = implemented(eqn, within)
+    called = implemented(_opened(eqn), within)
     within = within if called is eqn else (*within, eqn)
     eqn = around(called, [_simplified(opened(body)[0], within) for body in subjaxprs(called)])
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
@@ -113,6 +115,13 @@ def _equation(eqn: JaxprEqn, within: tuple[JaxprEqn, ...]) -> JaxprEqn:
     if eqn.primitive.name == "cond" and eqn.params.get("branches_platforms"):
         return _branch(eqn)
     return by_dimension(eqn)
+
+
+def _opened(eqn: JaxprEqn) -> JaxprEqn:
+    """A function that partitions itself as a call of the function, where its author's rule splits nothing."""
+    if eqn.primitive.name != "custom_partitioning" or splits(eqn.params):
+        return eqn
+    return as_call(eqn, jaxpr_as_fun(eqn.params["call"]), eqn.invars)
 
 
 def _branch(eqn: JaxprEqn) -> JaxprEqn:

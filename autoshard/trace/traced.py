@@ -22,6 +22,7 @@ from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
 from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
+from autoshard.trace.libraries import assumed
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
 from autoshard.trace.simplify import simplified
@@ -173,7 +174,7 @@ def trace(
     avals = _abstract(pure_args, leaves)
     rules = rules_in_force() or (() if before is None else before.axis_rules)
     try:
-        with under_rules(rules):
+        with under_rules(rules), assumed():
             made_of = partial(jax.make_jaxpr(function, return_shape=True), *avals)
             (everything, shapes), assumptions = _with_flax(made_of, axis_names, flax_axes(tuple(pure_args), rules))
     except TraceError:

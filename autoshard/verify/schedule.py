@@ -81,7 +81,7 @@ def corrected_seconds(cost: Cost, sent: Iterable[Collective], flops: float, mesh
     expected = as_compiled(cost.collectives)
     more = sent_seconds(matched(expected, tuple(sent)), mesh, communication) - sent_seconds(expected, mesh, communication)
     share = cost.exposed_communication_seconds / cost.communication_seconds if cost.communication_seconds else 1.0
-    computing = cost.compute_seconds * (flops / cost.flops - 1) if cost.flops else 0.0
+    computing = cost.compute_seconds * (flops - cost.compiled_flops) / cost.flops if cost.flops else 0.0
     return max(0.0, cost.makespan_seconds + computing + (more if more > 0 else share * more))
 
 

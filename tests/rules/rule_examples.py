@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kernel_examples as kernels
 import numpy as np
 from jax import lax
 from jax.extend import core
@@ -331,6 +332,18 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "select_and_scatter_add": lambda: operation(pool_gradient, normal(4, 6, 6, 2)),
     "select_and_scatter_overlapping": lambda: operation(lambda x: pool_gradient(x, 3, "SAME"), normal(2, 16, 8, 2)),
     "select_and_gather_add": lambda: operation(pool_tangent, normal(4, 16, 2), normal(4, 16, 2) + 1),
+    # kernels
+    "kernel_attention": lambda: operation(kernels.attention, normal(2, 4, 4, 2), normal(2, 2, 6, 2), normal(2, 2, 6, 2)),
+    "kernel_attention_of_many": lambda: operation(
+        jax.vmap(kernels.attention, 1), normal(2, 2, 4, 4, 2), normal(2, 2, 2, 6, 2), normal(2, 2, 2, 6, 2)
+    ),
+    "kernel_grouped_sum": lambda: operation(kernels.grouped_sum, normal(4, 2, 3)),
+    "kernel_product": lambda: operation(kernels.product, normal(4, 4), normal(4, 8)),
+    "kernel_running_sum": lambda: operation(kernels.running_sum, normal(4, 4)),
+    "kernel_numbered": lambda: operation(kernels.numbered, normal(4, 8)),
+    "kernel_chosen": lambda: operation(kernels.chosen, integers(4, 4), normal(4, 8)),
+    "kernel_added": lambda: operation(kernels.added, normal(8, 3), normal(8, 3)),
+    "kernel_skewed": lambda: operation(kernels.skewed, normal(8, 2)),
 }
 
 

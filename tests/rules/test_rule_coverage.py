@@ -155,7 +155,7 @@ def test_jax_own_examples_of_its_primitives_have_rules():
 def test_control_flow_and_unknown_primitives_have_no_rule():
     """A missing rule is None, never a guess."""
     x = Value((4,), "float32", 4)
-    assert not registered() & (WITHOUT_RULE | {"shard_map", "pallas_call", "custom_partitioning", "pure_callback"})
+    assert not registered() & (WITHOUT_RULE | {"shard_map", "pure_callback"})
     assert rule_of("scan", {}, [x], [x]) is None
     assert rule_of("never_heard_of", {}, [x], [x]) is None
 

@@ -17,6 +17,7 @@ RULE = re.compile(r"op_sharding_rule<(?P<rule>.*?)(?: blocked_propagation=\{[^}]
 # Lowered to several operations, or to one that Shardy's registry lacks (chlo, custom calls, iota).
 NOT_ONE = set(
     [
+        *(name for name in EXAMPLES if name.startswith("kernel_")),
         "add_scalar",
         "mul_size_one",
         "integer_pow",

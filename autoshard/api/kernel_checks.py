@@ -1,0 +1,146 @@
+"""The rules of a function's kernels against the kernels themselves, run in parts and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn
+from jax.sharding import PartitionSpec
+
+from autoshard.errors import RuleError
+from autoshard.ir import Mesh, Op, Rule, factor_names, result_layout
+from autoshard.ir.layout import layout_to_spec
+from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
+from autoshard.lower.mesh import jax_mesh
+from autoshard.lower.shards import Sharded
+from autoshard.rules import rules_of
+from autoshard.trace import trace
+
+TOLERANCE = 2.0**-6
+"""Of the largest element, for bfloat16; finer types have as many times less as they have more digits."""
+
+
+def check_kernel_rule(fn: Callable, *args: Any) -> None:
+    """Checks that every kernel of a function, run in parts along each factor that its rule lets through, gives the whole kernel's results.
+
+    Pallas kernels run in interpret mode. Each factor is cut into as many parts as its least divisor, one a device, so that two devices do
+    for even sizes. Use small sizes.
+
+    Args:
+        fn, args: a function that calls kernels outside of loops; abstract arguments are filled with random numbers.
+
+    Raises:
+        RuleError: the results differ, by the kernel's line and factor; there is no kernel with a rule; or there are too few devices.
+
+    >>> from autoshard import kernel_rule
+    >>> x = jax.ShapeDtypeStruct((8, 4), "float32")
+    >>> check_kernel_rule(kernel_rule(jnp.tanh, "([i, j])->([i, j])"), x)
+    >>> check_kernel_rule(kernel_rule(jax.nn.softmax, "([i, j])->([i, j])"), x)
+    Traceback (most recent call last):
+        ...
+    autoshard.errors.RuleError: a kernel's shards compute the whole kernel's results: ...
+    """
+    traced = trace(fn, *args)
+    checked = _Checked(ops_by_path(traced.graph), rules_of(traced.graph))
+    leaves = [_filled(x, seed) for seed, x in enumerate(jax.tree.leaves(traced.split(args)))]
+    checked.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, leaves)
+    if not checked.number:
+        raise RuleError(
+            "check_kernel_rule runs kernels with a rule outside of loops, and found none in "
+            f"{traced.graph.name!r}. Pass the function that calls the kernel."
+        )
+
+
+class _Checked(Interpreter):
+    """A run of a program in which each kernel is run in parts, too.
+
+    Attributes:
+        number: of kernels that were checked.
+    """
+
+    def __init__(self, ops: Mapping[Path, Op], rules: Sequence[Rule | None]):
+        super().__init__(ops, differentiable=False)
+        self.rules = rules
+        self.number = 0
+
+    def region(self) -> _Checked:
+        return _Checked(self.ops, self.rules)
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        rule = self.rules[op.index]
+        if op.kernel is None or rule is None or any(isinstance(x, Tracer) for x in operands):
+            return super().op(op, eqn, operands)
+        self.number += 1
+
+        def bound(*operands: Any, **replaced: Any) -> list[Any]:
+            own = {"interpret": True} if eqn.primitive.name == "pallas_call" else {}
+            return bind(eqn, operands, **own, **replaced)
+
+        whole = bound(*operands)
+        for factor, each in enumerate(rule.factors):
+            if each.shardable:
+                _compare(op, rule, factor, whole, _in_parts(op, rule, factor, bound, operands, whole))
+        return whole
+
+
+def _in_parts(op: Op, rule: Rule, factor: int, bound: Callable, operands: Sequence[Any], whole: Sequence[Any]) -> list[Any]:
+    """The results of a kernel of which each device computes a part along one factor, and its majors in the same dimension."""
+    majors = [f for dims in (*rule.operands, *rule.results) for dim in dims if factor in dim for f in dim[: dim.index(factor)]]
+    axes = {f"part{n}": f for n, f in enumerate(dict.fromkeys([*majors, factor]))}
+    sizes = {name: rule.factors[f].size if f != factor else _least_divisor(rule.factors[f].size) for name, f in axes.items()}
+    mesh = Mesh(tuple(sizes.items()))
+    if mesh.size > len(jax.devices()):
+        raise RuleError(
+            f"check_kernel_rule runs each part on a device of its own: {factor_names(rule)[factor]} of {op.origin} takes {mesh.size}, "
+            f"and there are {len(jax.devices())}. Use smaller sizes, or set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
+        )
+    choice = tuple((f, -1) for f in axes.values())
+    shapes = [tuple(np.shape(x) for x in side) for side in (operands, whole)]
+    sharded = Sharded(op.primitive, op.params, bound, rule, choice, mesh, *shapes)
+
+    def specs(layouts: Sequence[Any], side: Sequence[Any]) -> tuple[PartitionSpec, ...]:
+        pairs = zip(layouts, side, strict=True)
+        return tuple(PartitionSpec(*layout_to_spec(layout, mesh.names, np.ndim(x))) for layout, x in pairs)
+
+    leaving = [result_layout(rule, choice, k) for k in range(len(whole))]
+    mapped = jax.shard_map(
+        lambda *shards: tuple(sharded.run(shards)),
+        mesh=jax_mesh(mesh),
+        in_specs=specs(sharded.entering, operands),
+        out_specs=specs(leaving, whole),
+        check_vma=False,
+    )
+    return [*jax.jit(mapped)(*operands)]
+
+
+def _compare(op: Op, rule: Rule, factor: int, whole: Sequence[Any], parts: Sequence[Any]) -> None:
+    """Raises where results differ by more than rounding."""
+    for number, (wanted, found) in enumerate(zip(whole, parts, strict=True)):
+        exact = not jnp.issubdtype(wanted.dtype, jnp.inexact)
+        wanted, found = (np.asarray(lax.convert_element_type(x, x.dtype if exact else np.float32)) for x in (wanted, found))
+        scale = float(np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted)))
+        allowed = 0.0 if exact else TOLERANCE * scale * float(jnp.finfo(whole[number].dtype).eps) / float(jnp.finfo(jnp.bfloat16).eps)
+        if not np.allclose(found, wanted, rtol=0, atol=allowed, equal_nan=True):
+            name, worst = factor_names(rule)[factor], float(np.max(np.abs(found.astype(float) - wanted.astype(float))))
+            raise RuleError(
+                f"a kernel's shards compute the whole kernel's results: at {op.origin} result {number} differs by {worst:.3g}, of at most "
+                f"{scale:.3g}, when {name} of {rule} is split. List that factor under need_replication of its rule."
+            )
+
+
+def _filled(x: Any, seed: int) -> Any:
+    """An array; random numbers where only a type is given."""
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.asarray(x)
+    numbers = np.random.default_rng(seed).standard_normal(x.shape)
+    return jnp.asarray(numbers, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros(x.shape, x.dtype)
+
+
+def _least_divisor(size: int) -> int:
+    return next(n for n in range(2, size + 1) if size % n == 0)

@@ -1,0 +1,153 @@
+"""Small Pallas kernels, interpreted: the kinds of grids, index maps and bodies that rules are read from."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+
+def like(*arrays: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+
+
+def attention(q, k, v):
+    """Attention in blocks of two queries, whose query heads share a key head by twos."""
+    batch, heads, length, width = q.shape
+
+    def kernel(q, k, v, o):
+        o[0, 0] = jax.nn.softmax(q[0, 0] @ k[0, 0].T) @ v[0, 0]
+
+    rows = pl.BlockSpec((1, 1, 2, width), lambda b, h, i: (b, h, i, 0))
+    shared = pl.BlockSpec((1, 1, *k.shape[2:]), lambda b, h, i: (b, h // 2, 0, 0))
+    grid = batch, heads, length // 2
+    return pl.pallas_call(kernel, grid=grid, in_specs=[rows, shared, shared], out_specs=rows, out_shape=like(q)[0], interpret=True)(q, k, v)
+
+
+def grouped_sum(x):
+    """The sum over each group of heads, of which each program adds one: heads of a group write the same block."""
+
+    def kernel(x, o):
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o[...] = jnp.zeros_like(o)
+
+        o[...] += x[0]
+
+    groups, _, width = x.shape
+    return pl.pallas_call(
+        kernel,
+        grid=x.shape[:2],
+        in_specs=[pl.BlockSpec((1, 1, width), lambda g, m: (g, m, 0))],
+        out_specs=pl.BlockSpec((1, width), lambda g, m: (g, 0)),
+        out_shape=jax.ShapeDtypeStruct((groups, width), x.dtype),
+        interpret=True,
+    )(x)
+
+
+def product(x, y, declared=None):
+    """A product in blocks that are summed in scratch memory."""
+    (m, k), n = x.shape, y.shape[1]
+
+    def kernel(x, y, o, scratch):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            scratch[...] = jnp.zeros_like(scratch)
+
+        scratch[...] += x[...] @ y[...]
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def _():
+            o[...] = scratch[...]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(m // 2, n // 2, k // 2),
+        in_specs=[pl.BlockSpec((2, 2), lambda i, j, k: (i, k)), pl.BlockSpec((2, 2), lambda i, j, k: (k, j))],
+        out_specs=pl.BlockSpec((2, 2), lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
+        scratch_shapes=[pltpu.VMEM((2, 2), x.dtype)],
+        compiler_params=declared and pltpu.CompilerParams(dimension_semantics=declared),
+        interpret=True,
+    )(x, y)
+
+
+def running_sum(x):
+    """The sum of all blocks of a column up to each, which scratch memory passes along the axis inside the one whose position is read."""
+
+    def kernel(x, o, scratch):
+        @pl.when(pl.program_id(0) == 0)
+        def _():
+            scratch[...] = jnp.zeros_like(scratch)
+
+        scratch[...] += x[...]
+        o[...] = scratch[...]
+
+    block = pl.BlockSpec((1, 1), lambda i, j: (i, j))
+    scratch = [pltpu.VMEM((1, 1), x.dtype)]
+    return pl.pallas_call(
+        kernel, grid=x.shape, in_specs=[block], out_specs=block, out_shape=like(x)[0], scratch_shapes=scratch, interpret=True
+    )(x)
+
+
+def numbered(x):
+    """Rows multiplied by the numbers of their blocks."""
+
+    def kernel(x, o):
+        o[...] = x[...] * (pl.program_id(0) + 1)
+
+    block = pl.BlockSpec((2, 2), lambda i, j: (i, j))
+    grid = x.shape[0] // 2, x.shape[1] // 2
+    return pl.pallas_call(kernel, grid=grid, in_specs=[block], out_specs=block, out_shape=like(x)[0], interpret=True)(x)
+
+
+def chosen(order, x):
+    """The rows of a table in the order of prefetched scalars."""
+
+    def kernel(order, x, o):
+        o[...] = x[...]
+
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(order.size, x.shape[1] // 2),
+        in_specs=[pl.BlockSpec((1, 2), lambda i, j, order: (order[i], j))],
+        out_specs=pl.BlockSpec((1, 2), lambda i, j, order: (i, j)),
+    )
+    made = jax.ShapeDtypeStruct((order.size, x.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, grid_spec=spec, out_shape=made, interpret=True)(order, x)
+
+
+def added(x, y):
+    """A sum that overwrites its first operand, and the product beside it."""
+
+    def kernel(x, y, total, times):
+        total[...] = x[...] + y[...]
+        times[...] = x[...] * y[...]
+
+    block = pl.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(x.shape[0] // 2,),
+        in_specs=[block, block],
+        out_specs=[block, block],
+        out_shape=like(x, y),
+        input_output_aliases={0: 0},
+        interpret=True,
+    )(x, y)
+
+
+def skewed(x):
+    """Blocks whose row depends on two grid axes."""
+
+    def kernel(x, o):
+        o[...] = x[...]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(2, 4),
+        in_specs=[pl.BlockSpec((1, 2), lambda i, j: (i * 4 + j, 0))],
+        out_specs=pl.BlockSpec((1, 2), lambda i, j: (i * 4 + j, 0)),
+        out_shape=like(x)[0],
+        interpret=True,
+    )(x)
