@@ -83,6 +83,7 @@ ALLOWED = {
     ("microbatch/status.py", "_OF_ONE"): "linear in what",
     ("probe/programs.py", "COLLECTIVES"): "collectives by their HLO names",
     ("recompute/block.py", "DRAWN_ONCE"): "random numbers that are others when they are drawn again",
+    ("rules/attention.py", "(FORWARD, BACKWARD)"): "the primitives of one kernel",
     ("rules/kernels.py", "INTEGER"): "what index maps are evaluated by",
     ("rules/partitioner.py", "GATHERED"): "what XLA's partitioner does",
     ("rules/partitioner.py", "ITERATED"): "what XLA's partitioner does",
