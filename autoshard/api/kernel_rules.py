@@ -83,4 +83,4 @@ def _in_jax(declared: Declared, *_: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _words(tensor: Tensor) -> str:
-    return " ".join(f"({' '.join(dim)})" if len(dim) > 1 else dim[0] for dim in tensor)
+    return " ".join(" ".join(dim) if len(dim) == 1 else f"({' '.join(dim)})" for dim in tensor)

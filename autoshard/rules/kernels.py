@@ -71,7 +71,7 @@ def grid_axes(params: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
 
 def _dimension(index: _Index, ways: Mapping[int, Sequence[tuple[int, Factor]]]) -> Dim:
     """The factors of one dimension: those of its axis that it has, then the block."""
-    (axis,) = index.axes if len(index.axes) == 1 else (None,)
+    axis = next(iter(index.axes)) if len(index.axes) == 1 else -1
     if axis not in ways:
         return Factor(index.size, "need_replication")
     blocks = [factor for shared, factor in ways[axis] if shared >= index.shared]
@@ -150,8 +150,8 @@ def _equations(body: Jaxpr) -> Iterator[Any]:
 def _indices(mapping: Any, grid: Sequence[Any]) -> list[_Index]:
     """The block index of each dimension of a tensor; one that depends on all axes where the index map is of a kind that is not known."""
     body, shape = mapping.index_map_jaxpr.jaxpr, mapping.array_aval.shape
-    blocks = [_block_size(block) for block in mapping.block_shape]
-    if None in blocks or len(body.outvars) != len(shape):
+    blocks = [size for block in mapping.block_shape if (size := _block_size(block)) is not None]
+    if not len(blocks) == len(body.outvars) == len(shape):
         return [_Index(size, size, frozenset(range(len(grid)))) for size in shape]
     read = _dependences(body)
     found = []
@@ -341,7 +341,7 @@ def _flops(body: Jaxpr) -> tuple[float, float]:
             vector += times * combine(each[1] for each in inner)
         elif name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            matrix += 2 * _elements(eqn.outvars) * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
+            matrix += 2 * _elements(eqn.outvars) * math.prod(_shape(eqn.invars[0])[dim] for dim in contracted)
         elif primitive(name).kind == "elementwise":
             vector += _elements(eqn.outvars)
         elif primitive(name).kind == "reduction":
@@ -350,4 +350,8 @@ def _flops(body: Jaxpr) -> tuple[float, float]:
 
 
 def _elements(variables: Sequence[Any]) -> int:
-    return math.prod(getattr(variables[0].aval, "shape", ()))
+    return math.prod(_shape(variables[0]))
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return getattr(variable.aval, "shape", ())
