@@ -367,7 +367,7 @@ def _partitioned(op: Sharded, *shards: Any) -> list[Any]:
     avals = zip((op.entering, op.leaving), (op.params["call"].in_avals, op.params["call"].out_avals), strict=True)
     told = [
         [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=to_named_sharding(layout, len(aval.shape), mesh))
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=to_named_sharding(layout, len(aval.shape), op.mesh.names, mesh))
             for layout, aval in zip(layouts, side, strict=True)
         ]
         for layouts, side in avals
