@@ -123,7 +123,7 @@ class Repeat:
         arguments, flat = in_tree.children(), iter(zip(in_shardings, paths, is_state, strict=True))
         self._places = [[*zip(*islice(flat, argument.num_leaves), strict=True)] for argument in arguments]
         self._is_array = [treedef_is_leaf(argument) and argument.num_leaves == 1 for argument in arguments]
-        self._leaves = reader(in_tree) if donates and CRASHES else None
+        self._leaves, self._is_deleted = reader(in_tree) if donates and CRASHES else None, _is_deleted()
         self._moved: tuple[int, ...] = ()
         self._times: Counter[int] = Counter()
         self._is_new = True
@@ -148,8 +148,13 @@ class Repeat:
         if self._leaves is None:
             if get_opaque_trace_state(convention="autoshard") != _EVALUATING:
                 return UNLIKE
-        elif not _are_alive([*self._leaves((given,))]):
-            return UNLIKE
+        else:
+            try:
+                if any(map(self._is_deleted, self._leaves((given,)))):
+                    return UNLIKE
+            except TypeError:  # there are tracers, numbers, keys or arrays of the host among them
+                if any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and x.is_deleted()) for x in jax.tree.leaves(given)):
+                    return UNLIKE
         try:
             result = self._jitted(*(self._with_moved(given) if self._moved else given))
         except RuntimeError as error:
@@ -173,14 +178,6 @@ class Repeat:
             elif self._times[position] < OFTEN:
                 self._moved = tuple(other for other in self._moved if other != position)
         return found
-
-
-def _are_alive(leaves: Sequence[Any]) -> bool:
-    """Whether no array was donated or deleted, and none is a tracer."""
-    try:
-        return not any(map(_is_deleted(), leaves))
-    except TypeError:  # there are tracers, numbers, keys or arrays of the host among them
-        return not any(isinstance(x, Tracer) or (isinstance(x, jax.Array) and x.is_deleted()) for x in leaves)
 
 
 @functools.cache
