@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,8 +35,16 @@ def all_to_all(x: Any, axes: Axes, split: int, joined: int) -> Any:
 
 
 def permute(x: Any, axes: Axes, pairs: Sequence[tuple[int, int]]) -> Any:
-    """The array of the device that sends to this one; zeros where none does."""
-    return _moved("collective_permute", x, lambda x: lax.ppermute(x, axes, pairs))
+    """The array of the device that sends to this one; zeros where none does.
+
+    Args:
+        axes: in the order in which pairs number devices. JAX numbers them in the order of its mesh, whatever the order of the axes is.
+    """
+    order = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in axes]
+    devices = np.arange(lax.axis_size(axes)).reshape([*map(lax.axis_size, order)])
+    numbers = devices.transpose([*map(order.index, axes)]).reshape(-1).tolist()
+    pairs = [(numbers[source], numbers[target]) for source, target in pairs]
+    return _moved("collective_permute", x, lambda x: lax.ppermute(x, tuple(order), pairs))
 
 
 def reduce_scatter(x: Any, axes: Axes, dim: int) -> Any:
