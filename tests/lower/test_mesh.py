@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import itertools
+
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError
-from autoshard.ir import Mesh
-from autoshard.lower import jax_mesh, to_named_sharding
+from autoshard.ir import Mesh, Value, layouts
+from autoshard.judge.model import CostModel
+from autoshard.lower import jax_mesh, to_named_sharding, to_partition_spec
+from autoshard.lower.collectives import moved
 
 
 def test_a_mesh_has_auto_axes_in_order():
@@ -38,3 +44,25 @@ def test_a_layout_becomes_a_named_sharding():
     """Axes on one dimension keep mesh order."""
     mesh = Mesh.of({"data": 2, "model": 4})
     assert to_named_sharding((1, 1), 3, mesh.names, jax_mesh(mesh)).spec == PartitionSpec(None, ("data", "model"), None)
+
+
+def test_layouts_may_number_axes_otherwise_than_the_mesh_of_devices():
+    """Every reshard of a matrix gives each device its part, also by permutes over several axes, whose devices JAX numbers itself."""
+    mesh = Mesh.of({"x": 2, "y": 2, "z": 2}).ordered(("y", "z", "x"))
+    devices, model = jax_mesh(mesh), CostModel(Cluster.parse("cpu:8"), mesh)
+    whole, value = np.arange(64.0, dtype=np.float32).reshape(8, 8), Value((8, 8), "float32", 4)
+    pairs = [(source, target) for source, target in itertools.permutations(layouts(2, 3), 2)]
+    pairs = [pair for pair in pairs if any(step.kind == "collective_permute" for step in model.reshard_path(value, *pair))][::3]
+
+    def resharded(x, source, target):
+        def one_device(x):
+            for step in model.reshard_path(value, source, target):
+                x = moved(x, step, mesh)
+            return x
+
+        before, after = (to_partition_spec(layout, 2, mesh.names) for layout in (source, target))
+        return jax.shard_map(one_device, mesh=devices, in_specs=before, out_specs=after, check_vma=False)(x)
+
+    assert len(pairs) > 15
+    for found in jax.jit(lambda x: [resharded(x, *pair) for pair in pairs])(whole):
+        np.testing.assert_array_equal(found, whole)
