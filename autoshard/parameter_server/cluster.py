@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -27,8 +27,8 @@ LOOPBACK = "127.0.0.1"
 def cluster(ray: Any, **options: Any) -> Iterator[bool]:
     """A context in which Ray runs; its value is whether that has token authentication.
 
-    A Ray that this process has joined is left as it is; else the running one that `ray.init` finds is joined, by ``RAY_ADDRESS`` or on this
-    machine; else one is started, and ended with the context.
+    A Ray that this process has joined is left as it is; else that of ``RAY_ADDRESS``, or of ``ray start`` on this machine, is joined, as by
+    `ray.init`; else one is started, and ended with the context.
 
     Args:
         options: of `ray.init`, for one that is started.
@@ -39,20 +39,14 @@ def cluster(ray: Any, **options: Any) -> Iterator[bool]:
     if ray.is_initialized():
         yield _joined(ray)
         return
-    try:
-        ray.init(address="auto")
-    except ConnectionError:  # there is none
-        with _environment(_variables()):
-            try:
-                _start(ray, options)
-                yield True
-            finally:
-                ray.shutdown()
-        return
-    try:
-        yield _joined(ray)
-    finally:
-        ray.shutdown()
+    address = sys.modules["ray._private.services"].canonicalize_bootstrap_address(None)
+    own = address is None
+    with _environment(_variables()) if own else nullcontext():
+        try:
+            _start(ray, options) if own else ray.init(address=address)
+            yield own or _joined(ray)
+        finally:
+            ray.shutdown()
 
 
 def _start(ray: Any, options: Mapping[str, Any]) -> None:

@@ -66,6 +66,19 @@ def test_without_the_token_nobody_comes_in(ray):
 
 
 @pytest.mark.slow
+def test_a_ray_that_another_program_has_for_itself_is_not_joined(ray):
+    """One is started beside it: that of another `ray.init` on this machine is no cluster."""
+    script = f"""
+import ray
+from autoshard.parameter_server.cluster import cluster
+with cluster(ray, num_cpus=1, log_to_driver=False, object_store_memory=100 * 2**20):
+    assert ray.get_runtime_context().gcs_address != {ray.get_runtime_context().gcs_address!r}
+"""
+    code, err = run(script)
+    assert code == 0, err
+
+
+@pytest.mark.slow
 def test_a_cluster_without_a_token_is_warned_of():
     """A training that joins one says what that means, and goes on."""
     script = """
