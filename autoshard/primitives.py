@@ -318,6 +318,7 @@ def _where(predicate: Callable[[Primitive], bool]) -> frozenset[str]:
 
 # Sets, since costing an assignment looks up every op.
 _MATRIX = _where(lambda each: each.kind == "product")
+_TRANSFORMS = _where(lambda each: each.kind == "fourier")
 _DENSE_PRODUCTS = _where(lambda each: each.kind == "product" and each.work != "ragged_dot")
 _VIEWS = _where(lambda each: each.view)
 _REARRANGEMENTS = _where(lambda each: each.kind == "rearrangement")
@@ -349,6 +350,11 @@ def is_matrix(name: str) -> bool:
     (True, False)
     """
     return name in _MATRIX
+
+
+def is_transform(name: str) -> bool:
+    """Whether the primitive is a Fourier transform."""
+    return name in _TRANSFORMS
 
 
 def is_dense_product(name: str) -> bool:

@@ -71,6 +71,10 @@ def explain(record: Record, judged: Judged | None = None, details: bool = False,
     return StrategyReport(data.title, tuple(parts), data)
 
 
+def _kinds_of_work(cost: Cost) -> str:
+    return "matrix products, convolutions and Fourier transforms" if cost.transform_flops else "matrix products and convolutions"
+
+
 # -- sections, from top to bottom ----------------------------------------------------------------------------------------
 
 
@@ -88,7 +92,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
         *_rematerialised(record),
         *_offloaded(record, cluster),
         *_computed_again(cost),
-        ("work", f"{format_flops(cost.flops)} of matrix products and convolutions a device"),
+        ("work", f"{format_flops(cost.flops)} of {_kinds_of_work(cost)} a device"),
         ("found by", found) if record.searcher.name != GIVEN else ("shardings", "as given, without a search"),
     ]
     return [Table(("", ""), tuple(rows))]

@@ -33,11 +33,13 @@ class Cost:
         communication_seconds: time of all collectives.
         exposed_communication_seconds: the part of it that no compute hides.
         peak_bytes: peak memory of the schedule.
-        flops: floating point operations of matrix products and convolutions, as in model flops utilisation; those in kernels included.
+        flops: floating point operations of matrix products, convolutions and Fourier transforms, as in model flops utilisation; those in
+            kernels included.
         collectives: in program order.
         recomputation: the compiler's rematerialisation; None where the program fits without, where it was not predicted, and where it may
             not suffice. No other figure counts it.
         kernel_flops: those in users' kernels, which compilers do not count.
+        transform_flops: those of Fourier transforms, 5 n log2 n for n points, half of it for real numbers.
     """
 
     objective_seconds: float
@@ -50,11 +52,12 @@ class Cost:
     collectives: tuple[Collective, ...] = ()
     recomputation: Recomputation | None = None
     kernel_flops: float = 0.0
+    transform_flops: float = 0.0
 
     @property
     def compiled_flops(self) -> float:
-        """Floating point operations of products as compilers count them, those of kernels left out."""
-        return self.flops - self.kernel_flops
+        """Floating point operations of products as compilers count them, those of kernels and of Fourier transforms left out."""
+        return self.flops - self.kernel_flops - self.transform_flops
 
     @property
     def compiled_peak_bytes(self) -> float:

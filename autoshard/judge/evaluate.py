@@ -30,7 +30,7 @@ from autoshard.ir import Assignment, Choice, Collective, Flow, Layout, Op, Reaso
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel, OpCost
 from autoshard.judge.task_graph import Cause, Maker, Region, Sent, TaskGraph
-from autoshard.primitives import is_loop, is_matrix
+from autoshard.primitives import is_loop, is_matrix, is_transform
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +99,7 @@ class _Judge:
         if assignment.windows:
             self.windows = Windows(facts.graph, facts.rules, assignment, paths, facts.readers, self.late.values).assigned()
         self.additions = {each.op: each for each in facts.sums.additions if each.op in self.late.additions}
-        self.flops = self.kernel_flops = 0.0
+        self.flops = self.kernel_flops = self.transform_flops = 0.0
         self.makers: dict[_Made, Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
         self.partials: dict[int, Step] = {}
@@ -133,6 +133,7 @@ class _Judge:
             flops=self.flops,
             kernel_flops=self.kernel_flops,
             collectives=self._collectives(),
+            transform_flops=self.transform_flops,
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 
@@ -282,6 +283,7 @@ class _Judge:
         if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
             self.kernel_flops += op.trips * cost.flops if op.kernel is not None and not op.kernel.interpreted else 0.0
+            self.transform_flops += op.trips * cost.flops if is_transform(op.primitive) else 0.0
             needs = tasks.compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:
             maker = tasks.join(needs)

@@ -44,7 +44,7 @@ from autoshard.ir import (
     shards_of,
 )
 from autoshard.ir.kernel import Kernel
-from autoshard.primitives import commutes_with_casts, is_collective, is_matrix, is_view
+from autoshard.primitives import commutes_with_casts, is_collective, is_matrix, is_transform, is_view
 
 # An all_to_all exchanges contiguous pieces: the operand is transposed before and the result after, each read and written (copies around
 # all-to-all in modules that XLA:TPU compiled, libtpu 0.0.42). Of gathered bytes fewer than a tenth were copied.
@@ -63,7 +63,7 @@ class OpCost:
 
     Attributes:
         seconds: computing, once.
-        flops: of the matrix unit.
+        flops: of products and Fourier transforms.
         operands: the layouts it reads its operands in.
         exchange: the collectives in which its shards send each other parts of operands.
         combinations: per result, the collectives that combine partial results.
@@ -190,7 +190,7 @@ class CostModel:
     def _matrix_flops(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
         if op.kernel is not None:
             return op.kernel.matrix_flops / self._split(choice)
-        return self.op_flops(facts, op, choice) if is_matrix(op.primitive) else 0.0
+        return self.op_flops(facts, op, choice) if is_matrix(op.primitive) or is_transform(op.primitive) else 0.0
 
     def _split(self, choice: Choice) -> int:
         return math.prod(size for (factor, _), size in zip(choice, self.mesh.sizes, strict=True) if factor >= 0)

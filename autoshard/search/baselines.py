@@ -19,7 +19,7 @@ from autoshard.analysis.values import accumulators
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.ir import Graph, Layout, Op, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
-from autoshard.primitives import is_loop, is_matrix, primitive
+from autoshard.primitives import is_loop, is_matrix, is_transform, primitive
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
 from autoshard.render import format_bytes
@@ -222,7 +222,7 @@ def _enough_flops(problem: Problem) -> float:
     facts = problem.facts
     flops, fixed = 0.0, 0.0
     for op in problem.graph.walk():
-        if is_matrix(op.primitive):
+        if is_matrix(op.primitive) or is_transform(op.primitive):
             flops += 0.0 if op.mapped else op.trips * facts.flops[op.index]
             fixed += op.trips * facts.flops[op.index] if op.mapped else 0.0
     return fixed + flops * (1 + 1 / problem.mesh.size) / 2

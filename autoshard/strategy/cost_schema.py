@@ -15,18 +15,21 @@ from autoshard.strategy.reader import Node
 MAX_RANK = 64
 """More dimensions than numpy has for an array."""
 
+_OPTIONAL = ("recomputation", "kernel_flops", "transform_flops")
+
 _MADE = ("kind", "mesh_axes", "bytes", "count")  # fields of a compiled collective
 
 T = TypeVar("T")
 
 
 def encode_cost(cost: Cost) -> dict[str, Any]:
-    """A cost, without a recomputation that is None and kernels that it has not; collectives share lists of source lines and reasons."""
-    parts = {field.name: getattr(cost, field.name) for field in fields(cost) if field.name != "kernel_flops" or cost.kernel_flops}
+    """A cost, without a recomputation that is None, and kernels and transforms that it has not; collectives share lists of source lines and
+    reasons."""
+    parts = {field.name: getattr(cost, field.name) for field in fields(cost)}
     recomputation, origins, reasons = parts.pop("recomputation"), dict[Origin, int](), dict[Reason, int]()
     collectives = [_encode_collective(each, origins, reasons) for each in parts.pop("collectives")]
     return {
-        **{name: float(value) for name, value in parts.items()},
+        **{name: float(value) for name, value in parts.items() if value or name not in _OPTIONAL},
         "origins": [(origin.file, origin.line, origin.function) for origin in origins],
         "reasons": [_encode_reason(reason) for reason in reasons],
         "collectives": collectives,
@@ -36,8 +39,8 @@ def encode_cost(cost: Cost) -> dict[str, Any]:
 
 def decode_cost(node: Node, mesh: Mesh, worded: bool) -> Cost:
     """A cost; ``worded`` is for schema 1, in which the attribution of collectives is text."""
-    names = [field.name for field in fields(Cost) if field.name not in ("recomputation", "kernel_flops")]
-    part = node.fields(*names, *(() if worded else ("origins", "reasons")), optional=("recomputation", "kernel_flops"))
+    names = [field.name for field in fields(Cost) if field.name not in _OPTIONAL]
+    part = node.fields(*names, *(() if worded else ("origins", "reasons")), optional=_OPTIONAL)
     if worded:
         collectives = tuple(_worded_collective(child, mesh) for child in part.pop("collectives").items())
     else:

@@ -30,6 +30,7 @@ _LIBRARY_CONVOLUTIONS = {
 _LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # XLA:TPU's mark for no estimate, as of a scatter on a v5p's sparse cores
+_EXPANDED = re.compile(r'op_name="[^"]*/(dot\.\d+|jit\(fft\))"')  # in what XLA:TPU makes of a transform (libtpu 0.0.42)
 _REMATERIALISED = ".remat"  # in the names of instructions that XLA rematerialises
 
 
@@ -50,7 +51,7 @@ def dot_flops(hlo_text: str) -> Flops:
     """The FLOPs of a compiled module's matrix products and convolutions, loop trips counted.
 
     Products with padding or with the holes of dilation are not counted: XLA:TPU writes matrix products as convolutions whose windows are
-    nearly all padding.
+    nearly all padding. Nor are the compiler's own, such as those with a Fourier transform's matrix.
 
     Raises:
         CompilerError: a library call is a matrix product of unknown sizes.
@@ -91,7 +92,9 @@ def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple
     computation = module.computations.get(name, Computation())
     for instruction in computation.values():
         repeated = again or _REMATERIALISED in instruction.name
-        if instruction.opcode == "dot":
+        if _EXPANDED.search(instruction.rest):
+            pass
+        elif instruction.opcode == "dot":
             yield count * _of_dot(computation, instruction), repeated
         elif instruction.opcode == "convolution":
             yield count * _of_convolution(module, computation, instruction), repeated

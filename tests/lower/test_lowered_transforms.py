@@ -66,3 +66,20 @@ def test_a_transform_of_all_dimensions_is_split_over_all_devices():
     x = jax.ShapeDtypeStruct((256, 256, 256), "complex64")
     one, eight = (autoshard.search(jnp.fft.fftn, x, cluster=cluster).cost for cluster in ("v5e:1x1", "v5e:2x4"))
     assert eight.peak_bytes == one.peak_bytes / 8 and eight.compute_seconds < one.compute_seconds / 3
+    assert one.flops == one.transform_flops == 256**3 * 5 * 3 * 8 and eight.flops == one.flops / 8  # 5 n log2 n along each dimension
+
+
+def test_transforms_are_counted_apart_from_the_products_that_are_verified(tmp_path):
+    """Compiled programs name the FLOPs of products alone; a saved strategy keeps both."""
+
+    def program(x, w):
+        return jnp.fft.rfft(x).real @ w
+
+    arguments = jnp.ones((16, 8)), jnp.ones((5, 4))
+    strategy = autoshard.search(program, *arguments, cluster="cpu:8", mesh={"data": 8})
+    strategy.save(tmp_path / "s.json")
+    cost = autoshard.load(tmp_path / "s.json").cost
+    assert (cost.transform_flops, cost.compiled_flops) == (2 * 5 * 8 * 3 / 2, 2 * 2 * 5 * 4)
+    found = autoshard.verify(strategy, program, *arguments, target="cpu")
+    assert found.predicted_flops == found.actual_flops == cost.compiled_flops
+    assert "matrix products, convolutions and Fourier transforms" in str(strategy.explain())

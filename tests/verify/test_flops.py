@@ -224,3 +224,16 @@ def test_what_a_program_pads_itself_counts():
   %padded = bf16[4,57,57,8]{3,2,1,0} fusion(%x), kind=kLoop, calls=%fused_pad
   ROOT %c = bf16[4,28,28,16]{3,2,1,0} convolution(%padded, %kernel), window={size=2x2 stride=2x2}, dim_labels=b01f_o01i->b01f"""
     assert dot_flops(module(text, PADDED)).total == 2 * 4 * 16 * 8 * (28 * 2) ** 2
+
+
+def test_products_that_a_compiler_makes_of_a_transform_are_none_of_the_program():
+    """XLA:TPU multiplies by the matrix of a Fourier transform, under names that JAX gives no product."""
+    products = """HloModule jit_f
+ENTRY %main (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {
+  %a = f32[8,8]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  ROOT %p = f32[8,8]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="jit(f)/shard_map/NAME"}
+}
+"""
+    found = {name: dot_flops(products.replace("NAME", name)).total for name in ("dot_general", "dot.10", "jit(fft)", "fft/dot_general")}
+    assert found == {"dot_general": 2 * 8**3, "dot.10": 0, "jit(fft)": 0, "fft/dot_general": 2 * 8**3}
