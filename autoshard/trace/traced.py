@@ -75,8 +75,7 @@ class Traced:
         Raises:
             TraceError: their structure differs.
         """
-        pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
-        pure = pure if self.statics is None else self.statics.split(pure)
+        pure = self._split(args)
         if jax.tree.structure(pure) != self.in_tree:
             raise TraceError(
                 f"A traced function takes arguments of one structure, {self.in_tree}; got {jax.tree.structure(pure)}. "
@@ -84,15 +83,19 @@ class Traced:
             )
         return pure
 
+    def _split(self, args: tuple) -> tuple:
+        pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
+        return pure if self.statics is None else self.statics.split(pure)
+
     def ways(self, fn: Callable) -> tuple[Callable[[tuple], tuple], Callable[[tuple, Any, tuple], Any]] | None:
         """`split`, with static values held, and `merge`; None where a call needs neither, since all leaves are arrays.
 
-        Where arguments are static as a whole, the first looks at these alone.
+        The first leaves it to `jax.jit` to compare structures; where arguments are static as a whole, it looks at these alone.
         """
         if self.statics is None and self.modules is None:
             return None
         whole = None if self.modules is not None or self.statics is None else self.statics.whole()
-        return (lambda args: self.split(held(fn, args))) if whole is None else functools.partial(without, whole), self.merge
+        return (lambda args: self._split(held(fn, args))) if whole is None else functools.partial(without, whole), self.merge
 
     def pack(self, results: Sequence[Any]) -> Any:
         """The output pytree of flat results: the function's result, or with NNX arguments ``(result, updates)``."""
