@@ -6,7 +6,6 @@ Each step becomes one collective (`autoshard.lower.element_types`): an all_gathe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,9 +30,7 @@ def moved(x: Any, step: Step, mesh: Mesh) -> Any:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = moved(jax.random.key_data(x), step, mesh)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    if not (several := tuple(axis for axis in step.axes if mesh.sizes[axis] > 1)):
-        return x
-    step, axes = replace(step, axes=several), tuple(mesh.names[axis] for axis in several)
+    axes = tuple(mesh.names[axis] for axis in step.axes)
     if step.kind == "slice":
         return _sliced(x, step, mesh)
     if not x.size:  # empty arrays are not sent

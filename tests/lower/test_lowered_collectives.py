@@ -15,10 +15,10 @@ from autoshard.lower.collectives import moved
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_all_gather_in_two_steps_is_one_of_all(inner, dim):
     """Groups of neighbours and then groups of devices apart give each device the whole, in order, along any dimension."""
-    mesh, x = Mesh.of({"one": 1, "data": 8}), np.arange(16 * 24.0).reshape(16, 24)
-    source, target = (-1, dim), (-1, -1)
-    first = Step("all_gather", (0, 1), source, source, 0.0, 0.0, groups=(inner, 1))
-    second = Step("all_gather", (0, 1), source, target, 0.0, 0.0, groups=(8 // inner, inner))
+    mesh, x = Mesh.of({"data": 8}), np.arange(16 * 24.0).reshape(16, 24)
+    source, target = (dim,), (-1,)
+    first = Step("all_gather", (0,), source, source, 0.0, 0.0, groups=(inner, 1))
+    second = Step("all_gather", (0,), source, target, 0.0, 0.0, groups=(8 // inner, inner))
     spec = PartitionSpec(*["data" if k == dim else None for k in range(2)])
 
     def gathered(shard):
