@@ -31,10 +31,11 @@ REDUCTIONS = {
     "max": (lambda x: et.all_reduce(x, ("x",), "max"), lambda each: np.broadcast_to(each.max(0), each.shape)),
     "min": (lambda x: et.all_reduce(x, ("x",), "min"), lambda each: np.broadcast_to(each.min(0), each.shape)),
 }
+COLLECTIVES = MOVES | REDUCTIONS
 
 
 def collectives_of(name):
     """The collectives that a type has: booleans are not added up, complex numbers have no order, and powers of two no sums."""
     ordered = {"max", "min"}
     missing = {"bool": {"reduce_scatter"}, "complex64": ordered, "complex128": ordered, "float8_e8m0fnu": {"reduce_scatter", "sum"}}
-    return {one: how for one, how in (MOVES | REDUCTIONS).items() if one not in missing.get(name, ())}
+    return {one: how for one, how in COLLECTIVES.items() if one not in missing.get(name, ())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from collective_types import TYPES, collectives_of
+from collective_types import COLLECTIVES, TYPES, collectives_of
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -66,4 +66,4 @@ def test_a_collective_that_is_made_of_others_is_lacked(monkeypatch, kind, collec
     """The compiler still refuses JAX's own, so that none is replaced for nothing."""
     monkeypatch.setattr(et, "lacking", lambda collective, name: ())
     with pytest.raises(CompilerError):
-        compiled(kind, name, collectives_of(name)[collective][0])
+        compiled(kind, name, COLLECTIVES[collective][0])
