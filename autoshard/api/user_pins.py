@@ -237,8 +237,7 @@ class UserPins:
 
     def _whole(self) -> Iterator[str]:
         """The arguments without state that stay whole, as their arrays are."""
-        replaced = {argument for _, argument in self.graph.aliases}
-        free = [at for at, kept in self.kept.items() if kept.is_array and not kept.axes and at not in replaced]
+        free = [at for at, kept in self.kept.items() if kept.is_array and not kept.axes and at not in self.graph.state]
         whole = [self.graph.argument_paths[at] for at in free if at not in self.batch]
         if whole:
             yield (

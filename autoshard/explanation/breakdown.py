@@ -114,7 +114,7 @@ def memory_groups(judged: Judged) -> tuple[MemoryGroup, ...]:
     facts, peak = judged.facts, judged.judgement.peak
     graph = facts.graph
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
-    state = {graph.arguments[argument] for _, argument in graph.aliases}
+    state = {graph.arguments[argument] for argument in graph.state}
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
 
     def layer(op: Op | None) -> str:

@@ -99,7 +99,7 @@ def _mirrors(path: str, tensor: TensorRecord, group: TensorGroup) -> bool:
 def state_positions(record: Record, judged: Judged | None) -> frozenset[int]:
     """The positions of arguments that a result replaces: exactly where the program is known, else those that some result looks like."""
     if judged is not None:
-        return frozenset(argument for _, argument in judged.facts.graph.aliases)
+        return judged.facts.graph.state
     results = [(path, members[0]) for path, members in by_pattern(record.results)]
     return frozenset(
         at

@@ -14,7 +14,7 @@ arrays of one device, whose values have the shapes of shards, and an op puts eac
 from __future__ import annotations
 
 import ntpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
@@ -184,6 +184,7 @@ class Graph:
         literals, written: scalar constants written in the program, and their values where these are known.
         aliases: pairs (result position, argument position) of state that replaces an argument.
         donated: argument positions whose memory may be reused.
+        examples: the argument positions that may hold examples along dimension 0, and along dimension 1; None: all that are not replaced.
         fingerprint: a hash, equal for equal programs, independent of names and process.
         assumptions: assumptions of the trace (the trip count of a ``while``, say), in words.
     """
@@ -200,6 +201,7 @@ class Graph:
     written: tuple[Any, ...] = field(default=(), repr=False)
     aliases: tuple[tuple[int, int], ...] = ()
     donated: tuple[int, ...] = ()
+    examples: tuple[frozenset[int], frozenset[int]] | None = None
     fingerprint: str = ""
     assumptions: tuple[str, ...] = ()
     _walked: tuple[Op, ...] = field(default=(), repr=False)
@@ -210,6 +212,23 @@ class Graph:
     def walk(self) -> tuple[Op, ...]:
         """Every op, bodies included, in program order: ``walk()[i].index == i``."""
         return self._walked
+
+    @property
+    def state(self) -> frozenset[int]:
+        """The positions of arguments that a result replaces, and that hold no examples."""
+        return frozenset(argument for _, argument in self.aliases).difference(*(self.examples or ()))
+
+    def without_examples(self, dim: int) -> frozenset[int]:
+        """The arguments, by value number, that hold no examples along dimension 0 or 1."""
+        apart = self.state if self.examples is None else {*range(len(self.arguments))} - self.examples[dim]
+        return frozenset(self.arguments[position] for position in apart)
+
+    def examples_at(self, places: Sequence[Sequence[int]]) -> tuple[frozenset[int], frozenset[int]] | None:
+        """`examples` of a program whose arguments are at other positions: ``places`` has those of each of these."""
+        if self.examples is None:
+            return None
+        first, second = (frozenset(place for position in found for place in places[position]) for found in self.examples)
+        return first, second
 
     @property
     def zeros(self) -> frozenset[int]:

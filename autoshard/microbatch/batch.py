@@ -216,10 +216,9 @@ def _work_inside(graph: Graph, rules: Sequence[Rule | None], work: Work, loop: L
 
 
 def _batches(graph: Graph, fixed: Set[int] = frozenset()) -> Iterator[dict[int, int]]:
-    """What may be the batch: arrays that the step does not replace, of one size along dimension 0, or 1; see `in_loop`."""
-    replaced = {graph.arguments[argument] for argument in (*fixed, *(argument for _, argument in graph.aliases))}
+    """What may be the batch: arrays that may hold examples, of one size along dimension 0, or 1; see `in_loop`."""
     for dim in (0, 1):
-        for values in alike_arguments(graph, dim, replaced):
+        for values in alike_arguments(graph, dim, graph.without_examples(dim) | {graph.arguments[k] for k in fixed}):
             if graph.values[values[0]].shape[dim] > 1:
                 yield dict.fromkeys(values, dim)
 

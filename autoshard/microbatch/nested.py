@@ -50,7 +50,7 @@ def steps_inside(traced: Traced, rules: Sequence[Rule | None], fixed: Set[int] =
     ops = [op for op in graph.ops if flops[op.index] > LEAST_SHARE * sum(flops.values())]
     if any(op.primitive not in ("scan", "while", "cond") for op in ops):
         return {}
-    of_examples = set(graph.arguments) - {graph.arguments[k] for k in (*fixed, *(argument for _, argument in graph.aliases))}
+    of_examples = set(graph.arguments) - {graph.arguments[k] for k in fixed | graph.state}
     for op in graph.ops:
         if not of_examples.isdisjoint(op.operands):
             of_examples.update(op.results)

@@ -156,6 +156,7 @@ def _with_leaves(graph: Graph, arguments: Sequence[Sequence[int]], results: Sequ
         result_paths=tuple(path for path, places in zip(graph.result_paths, results, strict=True) for _ in places),
         aliases=tuple(sorted(aliases)),
         donated=tuple(place for argument in graph.donated for place in arguments[argument]),
+        examples=graph.examples_at(arguments),
     )
 
 

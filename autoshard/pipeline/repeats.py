@@ -298,5 +298,6 @@ def _rebuilt(traced: Traced, ops: Sequence[Op], renamed: Mapping[int, int], argu
         result_paths=tuple(graph.result_paths[position] for position in results),
         aliases=kept,
         donated=tuple(new[position] for position in graph.donated if position in new),
+        examples=graph.examples_at([[new[k]] if k in new else [] for k in range(len(graph.arguments))]),
     )
     return rebuilt(replace(traced, graph=short, in_tree=jax.tree.structure((0,) * len(arguments))), jaxpr, traced.microbatches)

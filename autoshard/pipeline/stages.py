@@ -331,8 +331,16 @@ class _Builder:
             aliases=aliases,
             donated=tuple(k for k, position in enumerate(outer.arguments) if position in donated and homes[k]),
             microbatches=self.micro.n,
+            examples=self._examples(outer, receives),
         )
         return Stage(stage, traced, outer.arguments, results, homes, receives, sends, self._forward(loop, sends), _lines(loop.ops))
+
+    def _examples(self, outer: _Outer, receives: Sequence[Message]) -> tuple[frozenset[int], frozenset[int]] | None:
+        """The arguments of a stage's program that may hold examples: of its own and of the step's, and all that it receives."""
+        graph, n = self.micro.graph, len(outer.arguments)
+        own = graph.examples_at([[outer.arguments.index(k)] if k in outer.arguments else [] for k in range(len(graph.arguments))])
+        received = range(n, n + len(receives))
+        return None if own is None else (own[0].union(received), own[1].union(received))
 
     def _type(self, message: Message) -> jax.ShapeDtypeStruct:
         aval = self._aval(message)

@@ -140,7 +140,7 @@ def _argument_kinds(judged: Judged) -> dict[int, str]:
     """
     facts, record = judged.facts, judged.record
     graph, ops = facts.graph, facts.graph.walk()
-    state = {argument for _, argument in graph.aliases}
+    state = graph.state
     mirrored: dict[str, str] = {}
     for group in argument_groups([tensor for at, tensor in enumerate(record.arguments) if at in state], record.mesh):
         if group.alike and group.shape:

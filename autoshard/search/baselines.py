@@ -1,7 +1,7 @@
 """Data parallelism and fully sharded data parallelism (ZeRO): the baselines that people write by hand.
 
-Both detect the batch: of the arguments that the step does not replace, the one whose leading dimension, or the one after it, makes the step
-fastest when it is sharded. All other layouts follow by propagation (`autoshard.search.propagation`).
+Both detect the batch: of the arguments that may hold examples (`autoshard.analysis.examples`), the one whose leading dimension, or the one
+after it, makes the step fastest when it is sharded. All other layouts follow by propagation (`autoshard.search.propagation`).
 
 In a loop over microbatches, each trip of fully sharded data parallelism does what a step does without: it gathers weights where they are
 used, and scatters gradients (of stages 2 and 3) onto their sharded sums. Such a loop is known by what it does (`_loops_over_examples`).
@@ -202,10 +202,9 @@ def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement, float]:
     It is the fastest that does, or the fastest where none does.
     """
     enough = _enough_flops(problem)
-    replaced = {problem.graph.arguments[argument] for _, argument in problem.graph.aliases}
     best: tuple[Propagation, Judgement] | None = None
     for dim in (0, 1):
-        runs = [_propagated(problem, batch) for batch in _batches(problem, dim, replaced)]
+        runs = [_propagated(problem, batch) for batch in _batches(problem, dim, problem.graph.without_examples(dim))]
         judged = [(run, problem.evaluate(run.assignment())) for run in runs]
         found = [*([best] if best else []), *judged]
         best = min(found, key=lambda one: (one[1].cost.flops > enough, one[1].cost.objective_seconds), default=None)
@@ -259,8 +258,7 @@ def _arguments_with_state(graph: Graph) -> set[int]:
     roots = [_root(path) for path in graph.argument_paths]
     state = {roots[position] for position in graph.donated}
     if not state:
-        replaced = {position for _, position in graph.aliases}
-        state = {root for root in roots if root == roots[0] or roots.count(root) > 1} & {roots[position] for position in replaced}
+        state = {root for root in roots if root == roots[0] or roots.count(root) > 1} & {roots[position] for position in graph.state}
     if not state and len({*roots}) > 1:
         state = {roots[0]}
     return {value for value, root in zip(graph.arguments, roots, strict=True) if root in state}
@@ -335,10 +333,9 @@ def _pinned(problem: Problem, value: int, layout: Layout) -> Layout:
 
 
 def _state(problem: Problem) -> set[int]:
-    """The arguments that the step replaces, without scalars."""
+    """The arguments that the step replaces, without scalars and examples."""
     graph = problem.graph
-    replaced = {graph.arguments[argument] for _, argument in graph.aliases}
-    return {value for value in replaced if graph.values[value].rank}
+    return {value for k in graph.state if graph.values[value := graph.arguments[k]].rank}
 
 
 def _used_with_the_batch(problem: Problem, run: Propagation) -> set[int]:

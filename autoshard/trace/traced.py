@@ -13,10 +13,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from autoshard.analysis.examples import examples
 from autoshard.errors import TraceError
 from autoshard.ir import Graph
 from autoshard.ir.remat import Remat
 from autoshard.ir.words import array_type
+from autoshard.rules import rules_of
 from autoshard.trace.annotations import Rules, flax_axes, rules_in_force, under_rules
 from autoshard.trace.build import Program, build
 from autoshard.trace.constraints import with_axes
@@ -247,6 +249,7 @@ def of_jaxpr(
     aliases: Sequence[tuple[int, int]] = (),
     donated: Sequence[int] = (),
     microbatches: int = 1,
+    examples: tuple[frozenset[int], frozenset[int]] | None = None,
 ) -> Traced:
     """A program of flat arguments and results as a traced function; the arguments are its leaves."""
     jaxpr = simplified(jaxpr)
@@ -264,6 +267,7 @@ def of_jaxpr(
         written=program.written,
         aliases=tuple(aliases),
         donated=tuple(donated),
+        examples=examples,
         fingerprint=fingerprint(program, tuple(aliases)),
         assumptions=program.assumptions,
     )
@@ -308,7 +312,7 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
         donated,
         {len(paths) + k: argument for k, argument in enumerate(written)},
     )
-    return Graph(
+    graph = Graph(
         name=function_name(fn),
         values=values,
         ops=program.ops,
@@ -324,6 +328,8 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
         fingerprint=fingerprint(program, aliases),
         assumptions=program.assumptions,
     )
+    roots = [(leaf.argument, leaf.key.partition("]")[0] if leaf.name == "kwargs" else "") for leaf in leaves]
+    return replace(graph, examples=examples(graph, lambda: rules_of(graph), roots))
 
 
 def function_name(fn: Callable) -> str:
