@@ -3,9 +3,9 @@
 A step that returns something of its batch's shape, such as a reconstruction, looks as if it replaced the batch. State and batch differ in
 how a result depends on the argument that it may replace:
 
-- The result depends on single *rows*: row ``i`` on row ``i`` of the argument alone, and of what else may hold examples. Of examples that is
-  so, and of what belongs to each, such as the state of simulated environments. Of weights it is not: the new ones depend on the old ones all
-  together, by the loss.
+- The result depends on single *rows*: row ``i`` on row ``i`` of the argument alone, and of what else may hold examples. So it is with
+  examples, and with what belongs to each, such as the state of simulated environments. It is not with weights: the new ones depend on the
+  old ones all together, by the loss.
 - The argument is *updated*: the result is computed of it element by element, as optimizers add to weights and decay moments. What depends
   on rows all together and is no update, such as the result of layers with batch normalisation, is of examples where its rows are theirs.
 - The result does not depend on the argument: that it has its shape is a coincidence.

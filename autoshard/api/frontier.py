@@ -34,7 +34,7 @@ from autoshard.recompute import optimizer_state
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
 from autoshard.search.integer_programming import LastResort
-from autoshard.trace import outside_mesh
+from autoshard.trace import Batch, outside_mesh
 
 BASELINES: tuple[Searcher, ...] = (DataParallel(), FullySharded(stage=1), FullySharded(stage=2), FullySharded(stage=3), TensorParallel())
 
@@ -130,6 +130,7 @@ def frontier(
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
     batch_axes: str | Sequence[str] | None = None,
+    batch: Batch = None,
     points: int = 8,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -147,7 +148,7 @@ def frontier(
     around. Every assignment that is judged on the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
 
     Args:
-        fn, args, cluster, searcher, mesh, pins, batch_axes, donate_argnums, progress: as for `search`.
+        fn, args, cluster, searcher, mesh, pins, batch_axes, batch, donate_argnums, progress: as for `search`.
         time_limit_seconds, interruptible: as for `search`; what was met by then makes the front.
         points: how many strategies there may be.
         memory_limit_bytes: what a device may hold at its peak; by default the cluster's memory less a reserve.
@@ -174,7 +175,7 @@ def frontier(
             "recomputation, which it does not try. Use offload='optimizer' with it, or autoshard.search with a memory_limit_bytes."
         )
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes), memory_limit_bytes, donate_argnums)
+        ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes, batch), memory_limit_bytes, donate_argnums)
         first = microbatches if isinstance(microbatches, int) else 1
         asked = ask(first)
         check_offload(offload, asked.cluster, asked.traced)

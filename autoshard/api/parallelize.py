@@ -29,7 +29,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
 from autoshard.search import Searcher, searcher_of
-from autoshard.trace import Held, Static, function_name, held
+from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options
 
 
@@ -207,6 +207,7 @@ def parallelize(
     mesh: Mapping[str, int] | int | None = None,
     pins: Pins | None = None,
     batch_axes: str | Sequence[str] | None = None,
+    batch: Batch = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -247,6 +248,7 @@ def parallelize(
         "mesh": mesh,
         "pins": pins,
         "batch_axes": batch_axes,
+        "batch": batch,
         "memory_limit_bytes": memory_limit_bytes,
         "donate_argnums": donate_argnums,
         "progress": progress,
@@ -264,7 +266,7 @@ def parallelize(
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
-    asked = Asked.of(pins, batch_axes)
+    asked = Asked.of(pins, batch_axes, batch)
     is_one = is_one_program(schedule, stages, plan)
     is_full = checked_plan(plan, stages, mesh)
     checked_schedule(schedule, is_full or stages is not None)

@@ -367,7 +367,15 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
     options = SearcherRecord(searcher.name, plan.stages[0].strategy.record.searcher.options)
     return Record(
         name=f"{graph.name}_{searcher.name}",
-        program=Program(graph.name, graph.fingerprint, len(graph.walk()), len(graph.values), plan.schedule.n_microbatches, traced.remat),
+        program=Program(
+            graph.name,
+            graph.fingerprint,
+            len(graph.walk()),
+            len(graph.values),
+            plan.schedule.n_microbatches,
+            traced.remat,
+            batch=traced.batch,
+        ),
         cluster=cluster.to_dict(),
         mesh=mesh,
         arguments=tuple(replace(tensor, path=path) for tensor, path in zip(arguments, graph.argument_paths, strict=True)),

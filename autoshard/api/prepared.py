@@ -41,7 +41,7 @@ from autoshard.render import format_bytes, format_percent
 from autoshard.rules import rules_of
 from autoshard.search import Manual, Searcher, Solution, batch_dims, solve
 from autoshard.search.overlap import overlapped
-from autoshard.trace import Annotation, Traced, annotations_of, held, trace
+from autoshard.trace import Annotation, Traced, annotations_of, held, trace, with_named_batch
 
 # Of the memory that a compiler leaves a program, what is kept for predictions that are too low, where something fits without it. Of 18
 # programs on v5e and v5p as large as this allows, or XLA:TPU, one needs more than 2 % above its predicted peak (libtpu 0.0.42).
@@ -169,7 +169,8 @@ def prepare(
         given = with_stage_axis(given, stages)
         cluster.check(given)
     axes = (*asked.axes, *(given.all_names if given else ()))
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, microbatches, remat, whole, offload, stages, rounds)
+    how = microbatches, remat, whole, offload, stages, rounds, asked.batch
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, *how)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     more = tuple(searcher.in_specs.items()) if isinstance(searcher, Manual) else ()
     meshes, is_free = meshes_of(cluster, pins, given, most, stages, more)
@@ -215,6 +216,7 @@ def traced_of(
     offload: bool = False,
     stages: int = 1,
     rounds: int = 1,
+    batch: tuple[str | int, ...] = (),
 ) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took.
 
@@ -223,10 +225,11 @@ def traced_of(
         offload: whether optimizer state is in the memory of hosts.
         stages: into how many its scanned layers are divided that run at the same time, in one program.
         rounds: how often a microbatch goes through all of these.
+        batch: the arguments that hold examples, where they are named.
     """
     started = time.perf_counter()
     if whole is None:
-        whole = whole_of(fn, args, donate_argnums, axis_names)
+        whole = whole_of(fn, args, donate_argnums, axis_names, batch)
     again = rematerialised(whole, remat)
     traced = in_one_program(again, stages, microbatches, rounds) if stages > 1 else _in_parts(whole, again, microbatches)
     traced = offloaded(traced, optimizer_state(traced)) if offload else traced
@@ -258,12 +261,15 @@ def _in_parts(whole: Traced, again: Traced, microbatches: int) -> Traced:
     )
 
 
-def whole_of(fn, args, donate_argnums, axis_names) -> Traced:
+def whole_of(fn, args, donate_argnums, axis_names, batch: tuple[str | int, ...] = ()) -> Traced:
     """The function as it is traced in one microbatch without recomputation; arguments are `traced_of`'s."""
     own = fn.__wrapped__ if isinstance(fn, TracedOnce) else fn
     donated, axes = (*several(donate_argnums), *(own.donate_argnums if isinstance(own, Sharded) else ())), tuple(dict.fromkeys(axis_names))
-    make = partial(trace, plain(fn), *args, donate_argnums=donated, axis_names=axes, own_donation=True)
-    return fn.traced(donated, make) if isinstance(fn, TracedOnce) else make()  # constraints name their axes, whatever the mesh has
+
+    def make() -> Traced:
+        return with_named_batch(trace(plain(fn), *args, donate_argnums=donated, axis_names=axes, own_donation=True), batch)
+
+    return fn.traced((donated, batch), make) if isinstance(fn, TracedOnce) else make()  # constraints name their axes, whatever the mesh has
 
 
 def with_recomputation(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:

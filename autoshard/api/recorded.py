@@ -73,6 +73,7 @@ def record_of(
             offload=traced.offload,
             stages=traced.stages,
             rounds=traced.rounds,
+            batch=traced.batch,
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,

@@ -51,7 +51,7 @@ from autoshard.render import progress_line
 from autoshard.search import Searcher, Solution, searcher_of
 from autoshard.search.propagation import follow_layouts
 from autoshard.strategy import Record
-from autoshard.trace import Traced, outside_mesh
+from autoshard.trace import Batch, Traced, outside_mesh
 from autoshard.verify import propagated
 
 SEARCHING = 0.5  # of the progress of a search that is confirmed
@@ -66,6 +66,7 @@ def search(
     mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
     pins: Pins | None = None,
     batch_axes: str | Sequence[str] | None = None,
+    batch: Batch = None,
     memory_limit_bytes: float | None = None,
     donate_argnums: int | Sequence[int] = (),
     progress: Progress | bool = silent,
@@ -96,6 +97,8 @@ def search(
             of which the specs come first. Axes that are named are those of the mesh.
         batch_axes: the mesh axes, one or several, that split the batch, and no others do: the dimension of the arguments without state that
             `data_parallel` would split, which ``strategy.notes`` name.
+        batch: the arguments that hold examples, by path or pattern (``"x"``, ``"batch*"``) or position, or several. None: those that hold
+            no state, by how results depend on them (`autoshard.analysis.examples`).
         memory_limit_bytes: what a device may hold at its peak; by default what the compiler leaves a program, and 2 % less
             if anything fits that.
         donate_argnums: as in `jax.jit`; what ``fn`` donates itself, jitted or decorated, is donated too.
@@ -159,7 +162,7 @@ def search(
     is_full = checked_plan(plan, stages, mesh)
     checked_schedule(schedule, is_full or stages is not None)
     if n_stages == 1 and (is_full or stages is not None):
-        wanted = Asked.of(pins, batch_axes)
+        wanted = Asked.of(pins, batch_axes, batch)
         option = "plan" if is_full else "stages"
         check_pipeline(2 if is_full else stages, schedule, how, start, wanted, option, offload)
         once = TracedOnce(fn) if is_full and not isinstance(fn, TracedOnce) else fn
@@ -168,12 +171,12 @@ def search(
                         remat, endings(given, interruptible), given, callback)  # fmt: skip
             if stages is not None:
                 return in_stages(call, stages)
-            alone = partial(search.__wrapped__, once, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, remat=remat,
-                            microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
+            alone = partial(search.__wrapped__, once, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, batch=batch,
+                            remat=remat, microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
                             interruptible=interruptible)  # fmt: skip
             return full(call, alone, remat)
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        wanted = Asked.of(pins, batch_axes)
+        wanted = Asked.of(pins, batch_axes, batch)
         ends, n_finalists, until = endings(given, interruptible), 1 if how is None else how.finalists, math.inf
         n_kept = MOST_OVERLAPPED if how is None and chosen.includes_baselines else n_finalists
 
@@ -196,7 +199,7 @@ def search(
                 devices = cluster_of(cluster)
                 check_parts(devices, n_stages, microbatches)
                 axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).all_names)
-                traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices)
+                traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices, batch=wanted.batch)
                 tried = partial(attempts, whole=(traced, facts), stages=n_stages)
                 (prepared, solution, problem), started = fastest(tried, traced, n_stages, schedule, microbatches, seconds, own)
             else:

@@ -110,7 +110,7 @@ def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapp
             f"{cluster.name}; the mesh {given} has {given.size}. Use axis sizes whose product is {part_of.n_devices}."
         )
     axes = (*asked.axes, *(given.all_names if given else ()))
-    traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster)
+    traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster, batch=asked.batch)
     whole = user_pins(asked, traced.graph, [()] * len(traced.graph.arguments), given is None)  # all stages have one mesh
     until = None if call.seconds is None else time.perf_counter() + call.seconds
     found: dict[tuple, Solution] = {}  # equal stages are searched once
@@ -204,7 +204,7 @@ def full(call: Call, whole: Callable[..., Strategy], remat: str | None) -> Strat
         remat: as in `autoshard.search`.
     """
     cluster, asked = cluster_of(call.cluster), call.asked
-    traced, facts, spent = traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster)
+    traced, facts, spent = traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster, batch=asked.batch)
     is_deep = len(traced.graph.walk()) > DEEP_OPS
 
     def limited(left: float | None, progress: Progress) -> tuple[float | None, Progress]:

@@ -302,8 +302,9 @@ def _arguments(make_args: Callable | tuple, batch: int | None) -> tuple:
 def _key(fn: TracedOnce, args: tuple, cluster: Cluster, mesh: MeshAsked, options: Mapping[str, Any]) -> str:
     """A hash of what decides the answer of a search."""
     given = given_mesh(mesh).all_names if isinstance(mesh, Mapping) else ()
-    axes = (*Asked.of(options.get("pins"), options.get("batch_axes")).axes, *given)
-    whole = whole_of(fn, args, options.get("donate_argnums", ()), axes)
+    asked = Asked.of(options.get("pins"), options.get("batch_axes"), options.get("batch"))
+    axes = (*asked.axes, *given)
+    whole = whole_of(fn, args, options.get("donate_argnums", ()), axes, asked.batch)
     told = (whole.graph.fingerprint, cluster.to_dict(), mesh, sorted(options.items()), version(), jax.__version__)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
 

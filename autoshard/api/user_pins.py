@@ -19,7 +19,7 @@ from autoshard.ir.naming import matches_of, matching
 from autoshard.lower import STAGE_AXIS
 from autoshard.pipeline.stages import Stage
 from autoshard.problem import Pin
-from autoshard.trace import Annotation, axes_of, constraint_spec
+from autoshard.trace import Annotation, Batch, axes_of, checked_batch, constraint_spec
 
 ARGUMENTS = "arguments"
 _OPEN = PartitionSpec.UNCONSTRAINED
@@ -37,21 +37,24 @@ class Asked:
         specs: by argument path or pattern.
         arguments: whether the shardings that arguments have are pins.
         batch_axes: the mesh axes that split the batch; empty where that is searched.
+        batch: the arguments that hold examples, by path or position; empty where they are found.
     """
 
     specs: Specs = field(default_factory=dict)
     arguments: bool = False
     batch_axes: tuple[str, ...] = ()
+    batch: tuple[str | int, ...] = ()
 
     @classmethod
-    def of(cls, pins: Pins | None, batch_axes: str | Sequence[str] | None = None) -> Asked:
-        """The pins of a call.
+    def of(cls, pins: Pins | None, batch_axes: str | Sequence[str] | None = None, batch: Batch = None) -> Asked:
+        """The pins of a call, and what it says of the batch.
 
         >>> Asked.of(("arguments", {"batch*": PartitionSpec("data")}), "data").axes
         ('data',)
 
         Raises:
             ShardingError: they are no pins.
+            TraceError: the batch is neither paths nor positions.
         """
         specs: dict[str, PartitionSpec] = {}
         several = pins if isinstance(pins, tuple | list) else () if pins is None else (pins,)
@@ -63,7 +66,7 @@ class Asked:
                     "pins map argument paths or patterns to PartitionSpecs, as in {'state.params*': P('data')}; or are 'arguments', which "
                     f"keeps the shardings that arguments have; or a tuple of both. Got {part!r}."
                 )
-        return cls(specs, any(isinstance(part, str) for part in several), _axes(batch_axes))
+        return cls(specs, any(isinstance(part, str) for part in several), _axes(batch_axes), checked_batch(batch))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -319,8 +322,8 @@ def with_batch(pins: UserPins, batch: Mapping[int, int]) -> UserPins:
     """
     if not batch:
         raise ShardingError(
-            f"batch_axes split the batch, an argument that no result replaces, and {pins.graph.name!r} has none that can be split. Pin "
-            "arguments by path instead: pins={'batch*': P('data')}."
+            f"batch_axes split the batch, arguments that hold no state, and {pins.graph.name!r} has none that can be split. Name the "
+            "batch, as in batch='x', or pin arguments by path: pins={'batch*': P('data')}."
         )
     return replace(pins, batch={at: batch[value] for at, value in enumerate(pins.graph.arguments) if value in batch})
 

@@ -161,9 +161,8 @@ class _Question:
             call = strategy._call if self.batch is None else with_batch_size(strategy, self.batch)
             assert call is not None, "a stage of a pipeline is searched as it is"
             axes = (*(record.mesh if self.wanted is None else self.wanted).all_names, *self.asked.axes)
-            traced, facts, seconds = traced_of(
-                *call, record.donate_argnums, axes, there, microbatches, remat, whole, on_host, program.stages, program.rounds
-            )  # fmt: skip
+            how = microbatches, remat, whole, on_host, program.stages, program.rounds, program.batch
+            traced, facts, seconds = traced_of(*call, record.donate_argnums, axes, there, *how)
         assert traced is not None, "a strategy with its program"
         both = _with(strategy._pins, self.asked, traced, self.wanted is None)
         most = self.given if isinstance(self.given, int) else 2
@@ -237,7 +236,7 @@ def _with(own: UserPins | None, asked: Asked, traced: Traced, is_searched: bool)
         return user_pins(asked, graph, [()] * len(graph.arguments), is_searched)
     given = {at: spec for pattern, spec in asked.specs.items() for at in matching(pattern, graph.argument_paths)}
     kept = {at: each for at, each in own.kept.items() if at not in given}
-    both = Asked({**own.asked.specs, **asked.specs}, own.asked.arguments, own.asked.batch_axes)
+    both = Asked({**own.asked.specs, **asked.specs}, own.asked.arguments, own.asked.batch_axes, own.asked.batch)
     return replace(own, asked=both, graph=graph, given={**own.given, **given}, kept=kept)
 
 

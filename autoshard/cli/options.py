@@ -205,6 +205,15 @@ def names(text: str) -> tuple[str, ...]:
     return found
 
 
+def argument(text: str) -> int | str:
+    """The position of an argument, or its path or a pattern.
+
+    >>> argument("1"), argument("batch['x']")
+    (1, "batch['x']")
+    """
+    return int(text) if text.removeprefix("-").isdecimal() else text
+
+
 def microbatches(text: str) -> int | str:
     """The number of microbatches, or how it is found.
 

@@ -10,6 +10,7 @@ from autoshard.cli.found import finish, finish_frontier, record_of
 from autoshard.cli.options import (
     add_program,
     add_specs,
+    argument,
     check_writable,
     cluster_of,
     command,
@@ -61,6 +62,13 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--batch-axes", metavar="NAME,...", type=names, help="split the batch over these mesh axes and no others, such as data or data,fsdp"
+    )
+    parser.add_argument(
+        "--batch",
+        metavar="ARGUMENT",
+        type=argument,
+        action="append",
+        help="an argument that holds examples, by path, pattern or position, such as batch or 1, where it is taken for state; repeatable",
     )
     parser.add_argument(
         "--memory-limit", metavar="SIZE", type=size, help="memory a device may use, such as 12GB; the cluster's unless given"
@@ -165,6 +173,7 @@ def run(options: argparse.Namespace) -> int:
             "mesh": options.mesh,
             "pins": (*filter(None, [options.pins_from]), {path: PartitionSpec(*spec) for path, spec in options.pin}),
             "batch_axes": options.batch_axes,
+            "batch": options.batch,
             "memory_limit_bytes": options.memory_limit,
             "donate_argnums": options.donate,
             "progress": callback,

@@ -24,6 +24,8 @@ from autoshard.trace import Traced, rebuilt, types_of
 
 ELSE = "or leave microbatches out; in stages such a step runs with microbatches=1."
 
+NAMED = "Give the batch as an argument with a dimension of examples, and name it, as in batch='x', where it is taken for state"
+
 CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
 
 
@@ -159,14 +161,14 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
         if inside >= total * (1 - LEAST_SHARE):
             break
     if best is None:
-        why = f"of what could be one, {_listed(indivisible)} examples" if indivisible else "no argument has examples"
-        remedy = f"Use {format_alternatives(possible)}" if possible else "Give the batch as an argument with a dimension of examples"
+        why = f"of what could be one, {_listed(indivisible)} examples" if indivisible else "no argument holds examples"
+        remedy = f"Use {format_alternatives(possible)}" if possible else NAMED
         raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. {remedy}.")
     if not best[0][-1]:
         causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
         paths = _listed(_path(graph, value) for value in best[1].batch)
         why = str(causes[0]) if causes else f"no {work.unit} is computed of single examples of {paths}"
-        remedy = causes[0].remedy if causes else "Give the batch as an argument with a dimension of examples"
+        remedy = causes[0].remedy if causes else NAMED
         others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {n} does not divide" if indivisible else ""
         raise TraceError(f"microbatches are computed one after the other, and {why}{others}. {remedy}, {ELSE}")
     return best[1]

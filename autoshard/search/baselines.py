@@ -236,7 +236,7 @@ def batch_dims(problem: Problem) -> dict[int, int]:
     enough = _enough_flops(problem)
     found: list[tuple[bool, float, float, int, int]] = []
     for dim in (0, 1):
-        for batch in _batches(problem, dim, state):
+        for batch in _batches(problem, dim, state | graph.without_examples(dim)):
             cost = problem.evaluate(_propagated(problem, batch).assignment()).cost
             size = graph.values[next(iter(batch))].shape[dim]
             found.append((cost.flops > enough, cost.communication_seconds, cost.objective_seconds, dim, size))
@@ -245,7 +245,7 @@ def batch_dims(problem: Problem) -> dict[int, int]:
     if not found:
         return {}
     *_, dim, size = min(found)
-    free = (value for value in graph.arguments if value not in state)
+    free = (value for value in graph.arguments if value not in state | graph.without_examples(dim))
     return {value: dim for value in free if graph.values[value].shape[dim : dim + 1] == (size,)}
 
 

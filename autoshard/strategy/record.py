@@ -33,6 +33,7 @@ class Program:
         offload: the argument leaves, by their positions, that are in the memory of hosts between steps.
         stages: into how many its scanned layers are divided, which run at the same time on the mesh axis of stages; 1: it has none.
         rounds: how often a microbatch goes through all of these, each time through other layers.
+        batch: the paths of the arguments that hold examples, where the user names them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Program:
     offload: tuple[int, ...] = ()
     stages: int = 1
     rounds: int = 1
+    batch: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

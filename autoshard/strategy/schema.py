@@ -35,7 +35,7 @@ from autoshard.strategy.remat_schema import decode_remat, encode_remat
 MAX_AXES = 16
 
 MAX_FACTORS = 4096
-NOT_WRITTEN = (("microbatches", 1), ("remat", None), ("offload", ()), ("stages", 1), ("rounds", 1))
+NOT_WRITTEN = (("microbatches", 1), ("remat", None), ("offload", ()), ("stages", 1), ("rounds", 1), ("batch", ()))
 
 T = TypeVar("T")
 
@@ -134,14 +134,16 @@ def _encode_program(program: Program) -> dict[str, Any]:
 
 
 def _program(node: Node) -> Program:
-    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=("microbatches", "remat", "offload", "stages", "rounds"))
+    optional = ("microbatches", "remat", "offload", "stages", "rounds", "batch")
+    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=optional)
     sizes = part["n_ops"].integer(0), part["n_values"].integer(0)
     microbatches = part["microbatches"].integer(1) if "microbatches" in part else 1
     remat = decode_remat(part["remat"]) if "remat" in part else None
     offload = tuple(one.integer(0) for one in part["offload"].items()) if "offload" in part else ()
     stages = part["stages"].integer(2) if "stages" in part else 1
     rounds = part["rounds"].integer(2) if "rounds" in part else 1
-    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches, remat, offload, stages, rounds)
+    batch = tuple(one.text() for one in part["batch"].items()) if "batch" in part else ()
+    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches, remat, offload, stages, rounds, batch)
 
 
 def _mesh(node: Node, placement: Node | None = None, order: Node | None = None) -> Mesh:

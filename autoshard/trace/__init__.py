@@ -1,6 +1,7 @@
 """Tracing of functions to graphs, and the numbering of equations that the lowering shares."""
 
 from autoshard.trace.annotations import Annotation, annotations_of, axes_of
+from autoshard.trace.batch import Batch, checked_batch, with_named_batch
 from autoshard.trace.constraints import constraint_spec, mesh_in_force, outside_mesh, with_axes
 from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
@@ -9,12 +10,14 @@ from autoshard.trace.traced import Traced, function_name, of_jaxpr, rebuilt, tra
 
 __all__ = [
     "Annotation",
+    "Batch",
     "Held",
     "SplitModules",
     "Static",
     "Traced",
     "annotations_of",
     "axes_of",
+    "checked_batch",
     "constraint_spec",
     "function_name",
     "held",
@@ -28,4 +31,5 @@ __all__ = [
     "trace",
     "types_of",
     "with_axes",
+    "with_named_batch",
 ]

@@ -53,6 +53,7 @@ class Traced:
         axis_rules: Flax's logical axis rules under which it was traced.
         stages: into how many its scanned layers were divided, which run at the same time; 1: it has none.
         rounds: how often a microbatch goes through all of these, each time through other layers.
+        batch: the paths of the arguments that hold examples, where the user names them.
     """
 
     graph: Graph
@@ -70,6 +71,7 @@ class Traced:
     axis_rules: Rules = ()
     stages: int = 1
     rounds: int = 1
+    batch: tuple[str, ...] = ()
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.

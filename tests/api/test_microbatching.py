@@ -226,3 +226,22 @@ def test_the_command_line_and_the_file(tmp_path, monkeypatch, capsys):
         assert json.loads((tmp_path / "s.json").read_text())["program"].get("microbatches") == number
     assert main([*run, "--microbatches", "none"]) == 2
     assert "a number from 1 up, fit or auto is expected" in capsys.readouterr().err
+
+
+def test_a_batch_that_is_named_is_saved(tmp_path):
+    """A loop over examples whose results have the batch's shape leaves open which argument is state; the name is part of the strategy."""
+
+    def step(w, x):
+        def loss(w):
+            y = jax.lax.map(lambda row: jnp.tanh(row @ w), x)
+            return jnp.mean((y - x) ** 2), y
+
+        (value, y), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - gradient, y, value
+
+    args = jnp.eye(8) / 2, jnp.arange(128.0).reshape(16, 8) / 64
+    strategy = autoshard.search(step, *args, cluster="cpu:8", microbatches=2, batch="x")
+    strategy.save(tmp_path / "named.json")
+    found, expected = autoshard.load(tmp_path / "named.json").apply(step)(*args), step(*args)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -88,6 +88,16 @@ def test_arguments_keep_their_shardings_and_the_batch_its_axes(search):
     assert search("--batch-axes", "data,data")[0] == 2
 
 
+def test_the_batch_is_what_is_named(search):
+    """By path or position; what is no argument is refused."""
+    options = ("--mesh", "data=8", "--searcher", "data_parallel", "--microbatches", "2", "--json")
+    code, out, _ = search("--batch", "batch['x']", "--batch", "1", *options)
+    found = json.loads(out)
+    assert code == 0 and found["program"]["batch"] == ["batch['x']", "batch['y']"]
+    code, _, err = search("--batch", "images", *options)
+    assert code == 2 and "'images' is none of" in err
+
+
 def test_evaluate_costs_the_given_sharding(run):
     """Evaluate keeps the given specs, replicates what is not mentioned, and costs it; compare puts it next to a search."""
     program = ("user_program:train_step", "--args", "user_program:example_args", "--cluster", "cpu:8")

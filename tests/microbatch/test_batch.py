@@ -32,6 +32,20 @@ def test_the_batch_is_what_is_not_state():
     assert split(trace(step, W, batch)) == "batch['scale'] along dimension 0, batch['x'] along dimension 0"
 
 
+def test_a_batch_of_which_a_result_has_the_shape():
+    """A reconstruction makes no state of it; where a loop over examples leaves that open, the refusal says how to name the batch."""
+
+    def step(weights, x, apply):
+        loss = lambda w: (lambda y: (jnp.mean((y - x) ** 2), y))(apply(w, x))  # noqa: E731
+        (value, y), gradient = jax.value_and_grad(loss, has_aux=True)(weights)
+        return weights - gradient, y, value
+
+    assert split(trace(lambda w, x: step(w, x, lambda w, x: jnp.tanh(x @ w)), W, X)) == "x along dimension 0"
+    traced = trace(lambda w, x: step(w, x, lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x)), W, X)
+    with pytest.raises(TraceError, match=r"no argument holds examples. .* name it, as in batch='x', where it is taken for state"):
+        microbatched(traced, 2)
+
+
 def test_a_batch_behind_other_dimensions():
     """Where a step goes through dimension 0 in order, the batch is dimension 1."""
 

@@ -60,7 +60,7 @@ def test_results_that_no_task_computes():
         value, gradients = jax.value_and_grad(lambda params: jnp.mean((jnp.tanh(x @ params[0]) @ params[1]) ** 2))(params)
         rate = 1e-3 * jnp.minimum(1.0, n / 10)
         extra = 1e-3, jnp.float32(x.size), jnp.zeros((2, 3)), np.arange(3), True, jax.random.key(0), None, {}
-        return jax.tree.map(lambda p, g: p - rate * g, params, gradients), n + 1, value, value, rate, params[1], extra
+        return jax.tree.map(lambda p, g: p - rate * g, params, gradients), n + 1, value, value, rate, params[1], x, extra
 
     args = [abstract((D, 2 * D)), abstract((2 * D, D))], abstract((), "int32"), abstract((2 * B, D))
     compared(pipelined(step, args, 2, 2, "zero_bubble"), args)
