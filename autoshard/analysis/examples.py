@@ -204,7 +204,8 @@ class _Dependences:
         rule = self.rules[op.index]
         reads = [self._fact(value) for value in op.operands]
         for number, value in enumerate(op.results):
-            made = _Fact(*([0] * self.graph.values[value].rank for _ in range(2)))
+            rank = self.graph.values[value].rank
+            made = _Fact([0] * rank, [0] * rank)
             for place, read in enumerate(reads):
                 if rule is None:
                     made.mixed |= read.mixed

@@ -358,7 +358,7 @@ class _Divided:
             shard(whole[n_args + k] if message.kind != "loop" else self._arrival_spec(k - self.first_received))
             for k, message in enumerate(self.stage.receives)
         ]
-        passed = {k: self.argument_of[v] for k, v in enumerate(self.outputs[:n_results]) if self._is_passed(k, v)}
+        passed = {k: at for k, v in enumerate(self.outputs[:n_results]) if (at := self._argument(v)) is not None}
         return StagePrograms(
             tuple(outer for outer in outers if outer.level < self.loop_level),
             tasks,
@@ -370,9 +370,13 @@ class _Divided:
             passed,
         )
 
+    def _argument(self, atom: Any) -> int | None:
+        """The position of the argument that an atom is; None for what is computed, and for constants."""
+        return self.argument_of.get(atom) if isinstance(atom, Var) else None
+
     def _is_passed(self, k: int, atom: Any) -> bool:
         """Whether a result is an argument as it is, which no program has to return."""
-        return k < len(self.stage.results) and is_var(atom) and atom in self.argument_of
+        return k < len(self.stage.results) and self._argument(atom) is not None
 
     def _received_level(self, var: Var) -> int:
         """The level of an input: that of the message that it is, 0 for an argument."""

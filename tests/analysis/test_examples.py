@@ -78,6 +78,13 @@ def decoded(params, cache, tokens, at):
     return (cache.sum(1) @ params["down"].T).argmax(-1), cache
 
 
+def looked_up(table, tokens):
+    """Rows of a table, of which each new one depends on all that were looked up."""
+    loss = lambda table: (lambda h: jnp.mean(jax.nn.logsumexp(h @ table.T, -1)))(table[tokens])  # noqa: E731
+    value, gradient = jax.value_and_grad(loss)(table)
+    return table - gradient, (tokens + 1) % 16, value
+
+
 AT, SQUARE = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((16, 16), F32)
 FOUND = {
     "a reconstruction": (trained, (PARAMS, X), {"x"}),
@@ -92,6 +99,7 @@ FOUND = {
     "a replay buffer": (replayed, ({"params": PARAMS, "buffer": jax.ShapeDtypeStruct((64, 8), F32)}, X, AT), {"batch"}),
     "an average of weights": (averaged, (PARAMS, PARAMS, X), {"x"}),
     "a step back": (lambda p, old, x: (trained(p, x)[0], p), (PARAMS, PARAMS, X), {"x"}),
+    "a table": (looked_up, (X, STEPS), {"tokens"}),
     "a cache": (decoded, (PARAMS, jax.ShapeDtypeStruct((16, 4, 8), F32), STEPS, AT), {"params['up']", "params['down']", "cache", "tokens"}),
 }
 
