@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
-from autoshard.ir import Flow, Graph, Op, Rule
+from autoshard.ir import Factor, Flow, Graph, Op, Rule
 from autoshard.primitives import is_scatter
+from autoshard.rules import rule_of
 
 DIMS = (0, 1)  # those along which a batch is looked for
 TIME_MAJOR = 3  # dimensions at least of what is of examples along dimension 1, since columns of weights may not depend on each other
@@ -201,7 +202,7 @@ class _Dependences:
         if op.bodies:
             self._with_bodies(op)
             return
-        rule = self.rules[op.index]
+        rule = self._rule(op)
         reads = [self._fact(value) for value in op.operands]
         for number, value in enumerate(op.results):
             rank = self.graph.values[value].rank
@@ -216,6 +217,16 @@ class _Dependences:
             made.settle()
             self.facts[value] = made
 
+    def _rule(self, op: Op) -> Rule | None:
+        """The rule of an op; in a user's `shard_map` that on one device's arrays, which are of whole examples."""
+        if not op.mapped:
+            return self.rules[op.index]
+        operands, results = (tuple(self.graph.values[value] for value in side) for side in (op.operands, op.results))
+        if op.primitive in ("shard_map", "pvary"):  # takes arrays apart, or puts them together
+            dims = tuple((dim,) for dim in range(operands[0].rank))
+            return Rule(tuple(map(Factor, operands[0].shape)), (dims,), (dims,))
+        return rule_of(op.primitive, op.params, operands, results)
+
     def _through(self, op: Op, rule: Rule, place: int, number: int, read: _Fact, made: _Fact) -> None:
         """Adds what a result has by one operand."""
         dims, results = rule.operands[place], rule.results[number]
@@ -228,7 +239,7 @@ class _Dependences:
             if factor is None or to is None:
                 made.mixed |= rows
                 continue
-            passes = rows & self.of_size.get(factor.size, 0) if factor.kind == "pass_through" and not factor.sends else 0
+            passes = rows & (-1 if op.mapped else self.of_size.get(factor.size, 0)) if factor.kind == "pass_through" and not factor.sends else 0
             made.rows[to] |= passes
             made.mixed |= rows & ~passes
             made.joined[to] |= joined if factor.kind == "pass_through" else 0

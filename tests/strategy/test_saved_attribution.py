@@ -22,8 +22,8 @@ NAMES = ("mlp", "moe", "lstm", "gpt_scan", "control_flow")
 def record(request):
     """A strategy's record with many collectives."""
     fn, args = PROGRAMS[request.param]()
-    mesh = {"data": 4, "model": 2}
-    return autoshard.search(fn, *args, cluster="v5e:2x4", mesh=mesh, searcher=autoshard.FullySharded(stage=3)).record
+    options = {"mesh": {"data": 4, "model": 2}, "donate_argnums": 1 if request.param == "control_flow" else ()}  # what it carries is state
+    return autoshard.search(fn, *args, cluster="v5e:2x4", searcher=autoshard.FullySharded(stage=3), **options).record
 
 
 def test_every_collective_says_as_data_what_it_moves_for_which_op_and_why(record):
