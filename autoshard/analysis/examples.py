@@ -239,7 +239,8 @@ class _Dependences:
             if factor is None or to is None:
                 made.mixed |= rows
                 continue
-            passes = rows & (-1 if op.mapped else self.of_size.get(factor.size, 0)) if factor.kind == "pass_through" and not factor.sends else 0
+            is_free = factor.kind == "pass_through" and not factor.sends
+            passes = rows & (-1 if op.mapped else self.of_size.get(factor.size, 0)) if is_free else 0
             made.rows[to] |= passes
             made.mixed |= rows & ~passes
             made.joined[to] |= joined if factor.kind == "pass_through" else 0
