@@ -1,5 +1,7 @@
 """Models of compilers: one class a target, and the engine of fusion, kernel orders and buffer assignment that they share."""
 
+from collections.abc import Iterable
+
 from autoshard.cluster import Cluster
 from autoshard.compilers.base import Compiler
 from autoshard.compilers.cpu import XlaCpu
@@ -26,7 +28,19 @@ def lacking(collective: str, dtype: str) -> tuple[str, ...]:
     >>> lacking("reduce_scatter", "complex64"), lacking("reduce_scatter", "float32")
     (('tpu',), ())
     """
-    kinds = (kind for kind, compiler in TARGETS.items() if dtype in compiler.lacks.get(collective, ()))
+    return _platforms(kind for kind, compiler in TARGETS.items() if dtype in compiler.lacks.get(collective, ()))
+
+
+def dropping_nan(dtype: str) -> tuple[str, ...]:
+    """JAX's names of the platforms that leave NaN out of the largest and the least of several devices' floats.
+
+    >>> dropping_nan("float16"), dropping_nan("int32")
+    (('cpu',), ())
+    """
+    return _platforms(kind for kind, compiler in TARGETS.items() if dtype in compiler.drops_nan)
+
+
+def _platforms(kinds: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for kind in kinds for name in _NAMED.get(kind, (kind,)))
 
 
@@ -39,4 +53,4 @@ def compiler_of(cluster: Cluster) -> Compiler:
     return TARGETS[cluster.device.kind](cluster.device, cluster.overlap, cluster.memory_limit_bytes)
 
 
-__all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of", "lacking"]
+__all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of", "dropping_nan", "lacking"]

@@ -60,6 +60,7 @@ class Compiler:
         fetches_early: whether it brings what is on hosts to the device as soon as there is room, long before it is used.
         contended_types: in which its scatters add to an element in a loop of compare-and-swap.
         lacks: per collective, an all_reduce by its operator, the element types for which it has none.
+        drops_nan: the element types of which the largest or least of several devices' is a number, although one of them has NaN.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
     """
 
@@ -77,6 +78,7 @@ class Compiler:
     fetches_early: ClassVar[bool] = False
     contended_types: ClassVar[tuple[str, ...]] = ()
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    drops_nan: ClassVar[tuple[str, ...]] = ()
     bucket_limits: ClassVar[tuple[str, ...]] = ()
 
     # -- collectives --

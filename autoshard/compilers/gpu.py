@@ -57,6 +57,7 @@ class XlaGpu(Compiler):
     fetches_early: ClassVar[bool] = True
     contended_types: ClassVar[tuple[str, ...]] = ("bfloat16", "float16")
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = LACKS
+    drops_nan: ClassVar[tuple[str, ...]] = ("float32", "float64")  # fmax (nccl/src/device/reduce_kernel.h); it has no 16-bit integers
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property

@@ -3,12 +3,13 @@
 Each is JAX's own, except on the platforms whose compiler lacks it for the type (`autoshard.compilers.lacking`). There 8-bit floats are
 moved as integers and combined as float32, and complex numbers scattered as real and imaginary parts. Sums of 64-bit floats are scattered
 by an all_to_all and a local sum, which send as much as a reduce_scatter. The largest of 64-bit numbers are the largest of their leading
-halves, and of the trailing halves where the leading ones are equal.
+halves, and of the trailing halves where the leading ones are equal. Where the largest of floats would leave out NaN, they are sent as
+integers in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.compilers import lacking
+from autoshard.compilers import dropping_nan, lacking
 
 Axes = tuple[str, ...]
 _One = Callable[[Any], Any]
@@ -75,7 +76,26 @@ def all_reduce(x: Any, axes: Axes, operator: str) -> Any:
     def direct(x: Any) -> Any:
         return lax.psum(x, axes) if operator == "sum" else _EXTREMES[operator](x, axes)
 
-    return _by_platform(operator, x, direct, _widened(x, direct) if _is_short(x) else lambda x: _extreme_of_halves(x, axes, operator))
+    def widened(x: Any) -> Any:
+        return all_reduce(x.astype(jnp.float32), axes, operator).astype(x.dtype)
+
+    def with_nan(x: Any) -> Any:
+        return _extreme_of_integers(x, axes, operator)
+
+    otherwise = widened if _is_short(x) else lambda x: _extreme_of_halves(x, axes, operator)
+    instead = dict.fromkeys(dropping_nan(x.dtype.name), widened if _is_short(x) else with_nan) if operator in _EXTREMES else None
+    return _by_platform(operator, x, direct, otherwise, instead)
+
+
+def _extreme_of_integers(x: Any, axes: Axes, operator: str) -> Any:
+    """The extreme of floats as that of integers of their width in the same order, with NaN beyond all others."""
+    ends = jnp.iinfo(f"int{8 * x.dtype.itemsize}")
+
+    def ordered(bits: Any) -> Any:  # its own inverse
+        return jnp.where(bits < 0, bits ^ ends.max, bits)
+
+    bits = jnp.where(jnp.isnan(x), getattr(ends, operator), ordered(lax.bitcast_convert_type(x, ends.dtype)))
+    return lax.bitcast_convert_type(ordered(_EXTREMES[operator](bits, axes)), x.dtype)
 
 
 def _extreme_of_halves(x: Any, axes: Axes, operator: str) -> Any:
@@ -103,10 +123,10 @@ def _widened(x: Any, combine: _One) -> _One:
     return lambda x: combine(x.astype(jnp.float32)).astype(x.dtype)
 
 
-def _by_platform(collective: str, x: Any, direct: _One, otherwise: _One) -> Any:
-    """The result of a collective, and ``otherwise`` where a platform's compiler lacks it for the type."""
-    platforms = lacking(collective, x.dtype.name)
-    return lax.platform_dependent(x, default=direct, **dict.fromkeys(platforms, otherwise)) if platforms else direct(x)
+def _by_platform(collective: str, x: Any, direct: _One, otherwise: _One, instead: Mapping[str, _One] | None = None) -> Any:
+    """The result of a collective: ``otherwise`` where a platform's compiler lacks it for the type, and on platforms what is ``instead``."""
+    platforms = {**(instead or {}), **dict.fromkeys(lacking(collective, x.dtype.name), otherwise)}
+    return lax.platform_dependent(x, default=direct, **platforms) if platforms else direct(x)
 
 
 def _is_complex(x: Any) -> bool:

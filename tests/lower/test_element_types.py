@@ -53,3 +53,20 @@ def test_collectives_of_every_type_combine_what_devices_have(monkeypatch, lacked
                 assert found[one].dtype == name
                 wanted = expected(wide(given[name])).astype(given[name].dtype)
                 np.testing.assert_array_equal(wide(found[one]), wide(wanted), f"{one} of {name}")
+
+
+def test_the_largest_and_the_least_of_devices_are_nan_where_one_of_theirs_is():
+    """As on one device, for NaN of either sign; infinities and zeros are in the order of the others."""
+    with jax.enable_x64(True):
+        rows = np.array([[np.nan, 1, -np.inf, -2.0], [1, -np.nan, np.inf, -0.5], [-1, 3, 0.0, -1.0], [2, -3, 2, -4.0]])
+        types = ["float8_e5m2", "float8_e8m0fnu", "bfloat16", "float16", "float32", "float64"]
+        given = {name: jnp.asarray(rows, name) if name != "float8_e8m0fnu" else jnp.exp2(jnp.asarray(rows)).astype(name) for name in types}
+
+        def made(given):
+            return {name: [et.all_reduce(x, ("x",), "max"), et.all_reduce(x, ("x",), "min")] for name, x in given.items()}
+
+        spec, mesh = PartitionSpec("x"), Mesh(np.array(jax.devices()[:N]), "x")
+        results = jax.jit(jax.shard_map(made, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(given)
+        for name, found in results.items():
+            wanted = [np.broadcast_to(extreme(wide(given[name]), 0), rows.shape) for extreme in (np.max, np.min)]
+            np.testing.assert_array_equal([wide(each) for each in found], wanted, name)
