@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from random_assignments import random_assignment
 
 from autoshard.cluster import Cluster
 from autoshard.ir import Assignment, Mesh, computed_layout, divides, legal
@@ -118,7 +119,7 @@ def sharded_windows(lowering, dtype):
     return jax.jit(lowering(traced.jaxpr, traced.graph, rules_of(traced.graph), assignment, jax_mesh(MESH), paths))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 @pytest.mark.parametrize("lowering", [constrained, manual_program])
 @given(data=st.data())
 @settings(max_examples=20)
@@ -128,5 +129,43 @@ def test_a_window_beyond_the_end_is_moved_inside_before_its_result_is_split(lowe
     some = st.integers(info.min, info.max) | st.integers(max(info.min, -70), min(info.max, 310))
     i, j, *many = (np.array(data.draw(some), dtype) for _ in range(10))
     arguments = ROWS, -1 - ROWS[:8], i, j, np.stack(many)
-    for got, wanted in zip(sharded_windows(lowering, dtype)(*arguments), windows_in_numpy(*arguments), strict=True):
+    with jax.enable_x64(info.bits == 64):
+        results = sharded_windows(lowering, dtype)(*arguments)
+    for got, wanted in zip(results, windows_in_numpy(*arguments), strict=True):
         np.testing.assert_array_equal(got, wanted)
+
+
+def windows_of_every_step(x, i, j, apart=lambda x: x):
+    """Slices of slices and updates in a loop, a branch and a map, whose last windows leave the array, and their gradient."""
+
+    def window(x, start):
+        return lax.dynamic_slice_in_dim(apart(lax.dynamic_slice_in_dim(x, start, 64)), j, 16)
+
+    def total(x):
+        def body(carry, k):
+            found = window(carry, i + 80 * k)
+            return lax.dynamic_update_slice_in_dim(carry, 2 * found, j + 80 * k, 0), found
+
+        last, found = lax.scan(body, x, jnp.arange(4))
+        chosen = lax.cond(i > 0, lambda: window(x, i), lambda: window(last, j))
+        mapped = jax.vmap(lambda row, k: lax.dynamic_update_slice_in_dim(row, row[:3] + 1, k, 0))(x, i + jnp.arange(len(x)))
+        return jnp.sum(found**2) + jnp.sum(chosen**3) + jnp.sum(mapped * x), (last, found, chosen, mapped)
+
+    return jax.grad(total, has_aux=True)(x)
+
+
+windows_apart = jax.jit(partial(windows_of_every_step, apart=lax.optimization_barrier))
+
+
+@pytest.mark.parametrize("lowering", [constrained, manual_program])
+def test_windows_of_loops_branches_and_maps_are_moved_inside(lowering):
+    """And so are those of gradients, however all are sharded: as on one device, where XLA merges no slices."""
+    x = np.linspace(-1, 1, 304 * 8, dtype=np.float32).reshape(304, 8)
+    traced = trace(windows_of_every_step, x, np.int32(0), np.int32(0))
+    rules, paths = rules_of(traced.graph), MODEL.reshard_paths(traced.graph.values)
+    assignment = random_assignment(traced.graph, rules, MESH, 0)
+    sharded = jax.jit(lowering(traced.jaxpr, traced.graph, rules, assignment, jax_mesh(MESH), paths))
+    for i, j in np.array([[250, 60], [-20, -9]], np.int32):
+        expected = jax.tree.leaves(windows_apart(x, i, j))
+        for got, wanted in zip(sharded(x, i, j), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
