@@ -105,7 +105,8 @@ class PipelineStep(Step):
         if self._graphs is not None:
             for stage, saved in zip(staged.stages, pipeline.stages, strict=True):
                 save_plan(self._graphs, saved.record, stage.traced.graph, rules_of(stage.traced.graph))
-        run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
+        with outside_mesh():  # programs of stages are on meshes of their own
+            run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
 
         def step(*pure: Any) -> Any:
             return traced.pack(run.of_placed(jax.tree.leaves(pure), self._waits))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autoshard
@@ -18,7 +18,7 @@ X = RANDOM.standard_normal((16, 16), np.float32)
 
 def mesh_of(**sizes):
     shape = tuple(sizes.get(name, 1) for name in NAMES)
-    return jax.make_mesh(shape, NAMES, axis_types=(jax.sharding.AxisType.Auto,) * len(NAMES))
+    return jax.make_mesh(shape, NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
 
 
 def step_on(mesh=None, spec=None):
@@ -78,7 +78,7 @@ def test_specs_keep_the_names_of_axes_of_size_one():
 
 def test_axes_may_split_a_dimension_out_of_mesh_order(tmp_path):
     """As pins, of arrays, as constraints and as given specs, with the devices of the user's mesh, and also from a file."""
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     turned = NamedSharding(mesh, P(("y", "x")))
     x = jax.device_put(X, turned)
     constrained = step_on(mesh, P(("y", "x")))
@@ -114,3 +114,24 @@ def test_meshes_of_many_axes_are_searched_axis_by_axis(searcher):
     if searcher == "auto":
         with pytest.raises(autoshard.SearchLimitError, match="all axes' tables at once"):
             autoshard.search(lambda x, w: jnp.tanh(x @ w).sum(), *shapes, cluster="v5e:8x8", mesh=mesh, searcher="dynamic_programming")
+
+
+def test_a_pipeline_runs_under_the_mesh_in_force():
+    """Programs of stages are on meshes of their own, where the constraints of the step are on the mesh of `jax.set_mesh`."""
+    mesh = jax.make_mesh((1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jax.lax.with_sharding_constraint(h + jnp.tanh(h @ w), P(("data", "fsdp")))
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    args = [np.eye(8, dtype=np.float32)] * 2, np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+    with jax.set_mesh(mesh):
+        strategy = autoshard.search(step, *args, cluster="cpu:8", stages=2, microbatches=2)
+        found, expected = strategy.apply(step)(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6), found, expected)
