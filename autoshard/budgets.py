@@ -61,6 +61,8 @@ class Budgets:
         near_peak: times the memory limit; where the smallest peak found is above it, another search of the mesh is in vain, and so is slow
             repair.
         settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops.
+        refined_tables: that a descent makes to find a mesh of more axes: a U-Net needs 700 for each time that an axis is freed, on 16,384
+            devices 18,000. So many take 10 s, and what follows from them twice as long.
         axis_split_sweeps: over the prime axes of a mesh.
         axis_split_entries: of the largest table of an elimination there.
         propagation_rounds: over the mesh axes, of sharding propagation.
@@ -118,6 +120,7 @@ class Budgets:
     near_makespan: float = 1.1
     near_peak: float = 1.1
     settled_gap: float = 1e-3
+    refined_tables: int = 1 << 16
     axis_split_sweeps: int = 3
     axis_split_entries: int = 1 << 20
     propagation_rounds: int = 6

@@ -63,6 +63,14 @@ def quotient_bound(problem: Problem, max_sweeps: int, enough: float, passing: Me
     return max(problem.fixed_seconds() + passing.bound(), problem.compute_bound())
 
 
+def large_bound(problem: Problem, max_sweeps: int, enough: float) -> float:
+    """The `quotient_bound` of a mesh whose tables are too large for a bound of the whole; that of compute where a layer's are, too."""
+    small = symmetry.apply(problem)
+    if small is None or _tabulated(problem) or not _tabulated(small):
+        return problem.compute_bound()
+    return quotient_bound(problem, max_sweeps, enough, MessagePassing(small.whole_tables()))
+
+
 def first_bound(problem: Problem) -> tuple[float, MessagePassing | None]:
     """The lower bound after `Budgets.first_sweeps` sweeps, of the quotient problem if there is one; infinity for too large tables.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from autoshard.budgets import BUDGETS
+from autoshard.errors import SearchLimitError
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.ir import Mesh
 from autoshard.mesh_search.candidates import AXIS_NAMES
@@ -40,7 +41,16 @@ def refined(
         progress: a callback.
         price: seconds a byte, where the memory limit binds. Searches under prices take many times one without: there the judged makespan,
             with the peak at this price, has to be less by the gain, too.
+
+    Raises:
+        SearchLimitError: there is an answer, and a descent over the prime axes would make more than `Budgets.refined_tables`.
     """
+    if labels is not None:
+        gained = problem.cost_of(labels) * (1 - least_gain)
+        if problem.compute_bound() - problem.fixed_seconds() >= gained:
+            return None  # whatever the mesh
+    if labels is not None or price:  # else nothing fits, and a mesh on which something does is worth any work
+        _check_work(problem)
     if labels is None:
         labels, _ = _descended(problem, problem.start(), progress)
     if (found := _refined_mesh(problem, labels, most_axes, least_gain, progress)) is None:
@@ -55,6 +65,23 @@ def refined(
         return best
     ours, theirs = _priced_makespan(problem, labels, price), _priced_makespan(best[0], best[1].start or (), price)
     return best if theirs <= ours * (1 - least_gain) else None
+
+
+def _check_work(problem: Problem) -> None:
+    """Raises `SearchLimitError` where a descent over prime axes is too much work: each axis is freed twice, or more often."""
+    n_axes = sum(map(axis_split.n_primes, problem.mesh.sizes))
+    if (n_tables := 2 * n_axes * problem.cached_for_all_meshes(_distinct_tables)) > BUDGETS.refined_tables:
+        raise SearchLimitError(
+            "the axes of the best mesh were not split any further: the layers of this program differ, so that it takes "
+            f"{n_tables:,} tables or more to find whether another mesh is faster, and a search makes up to {BUDGETS.refined_tables:,}. "
+            "Try one by its axes: mesh=."
+        )
+
+
+def _distinct_tables(problem: Problem) -> int:
+    """The number of tables that may differ."""
+    kinds = problem.decisions.kinds
+    return len(set(kinds)) + len({(kinds[one.first], kinds[one.last], one.number) for one in problem.decisions.couplings})
 
 
 def _priced_makespan(problem: Problem, labels: Sequence[Label], price: float) -> float:

@@ -3,14 +3,15 @@
 *Objective.* The least judged makespan. *Ties.* The earlier mesh. *Order.* Meshes of fewest axes first, since their tables are small and
 simple meshes are preferable, but those of a far greater bound than others last; of equally many axes, those of the least lower bound after
 two sweeps of message passing; of equal bounds, the most balanced mesh. *Cuts.* A mesh is searched only if its lower bound, after a few more
-sweeps, is below the least objective found by the least gain that is worth a search (`Budgets.least_gain`). *Refinement.* Unless the user
-named the axes, those of the best mesh are split at last (`autoshard.mesh_search.refinement`), and the finer mesh is searched like any
-other.
+sweeps, is below the least objective found by the least gain that is worth a search (`Budgets.least_gain`). Where all meshes of three axes
+are searched, and tables over these are too large for that, the bound is over assignments that are the same in equal layers, as searchers
+there look for. *Refinement.* Unless the user named the axes, those of the best mesh are split at last
+(`autoshard.mesh_search.refinement`), and the finer mesh is searched like any other.
 
-*Guarantee.* On a cut mesh every assignment costs at least the least objective found, less that gain. Its makespan may still be less, where
-more of its communication hides behind compute than of the best answer's: cuts are exact in the objective, which searchers minimise and
-bound, and a heuristic in the makespan, which decides among answers. So `auto` tries tensor parallelism on a cut mesh, if that was near the
-best elsewhere.
+*Guarantee.* On a cut mesh every assignment that such a bound is over costs at least the least objective found, less that gain. Its makespan
+may still be less, where more of its communication hides behind compute than of the best answer's: cuts are exact in the objective, which
+searchers minimise and bound, and a heuristic in the makespan, which decides among answers. So `auto` tries tensor parallelism on a cut
+mesh, if that was near the best elsewhere.
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ from autoshard.errors import AutoshardError, InfeasibleError, NothingFasterError
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.memory_limit.lagrangian import nothing_fits
 from autoshard.mesh_search.anytime import Incumbent, Timed
-from autoshard.mesh_search.bounds import bounded, first_bound, message_bound, quotient_bound
+from autoshard.mesh_search.bounds import bounded, first_bound, large_bound, message_bound, quotient_bound
 from autoshard.mesh_search.finalists import BASELINES, finalists
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.tensor_parallel import TensorParallel
+
+PROVEN_AXES = 2  # of meshes that proofs alone cut; where all of more axes are searched they are many, and take the longest
 
 Finer = Callable[[Problem, Solution | None, Progress], tuple[Problem, Hints] | None]
 """From the best problem, its solution if there is one, and progress to a problem of more axes with hints; None: there is none."""
@@ -96,7 +99,8 @@ def search_meshes(
     with suppress(OutOfTime):  # of a search that has ended; the bound that it has holds
         solution = bounded(search.in_last_seconds(number) if search.notes else problem, solution)
     stats = {**solution.stats, "meshes": len(search.problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
-    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes), others=search.others()), problem
+    notes = *solution.notes, *search.notes, *search.left_out
+    return replace(solution, stats=stats, notes=notes, others=search.others()), problem
 
 
 @dataclass(slots=True)
@@ -115,6 +119,7 @@ class _Search:
         incumbents: by problem.
         hints: by problem, of a search of it; after the search, the improved ones.
         notes: on a search that ended early.
+        left_out: notes on what takes too much work for what it may gain.
         solutions: by problem.
         infeasible: the mesh sizes without a solution.
         peaks: by problem without a solution the smallest peak found, unless it is proven that nothing fits; of one placement of a mesh.
@@ -142,6 +147,7 @@ class _Search:
     incumbents: dict[int, Incumbent] = field(default_factory=dict)
     hints: dict[int, Hints] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     solutions: dict[int, Solution] = field(default_factory=dict)
     infeasible: set[tuple[int, ...]] = field(default_factory=set)
     peaks: dict[int, float] = field(default_factory=dict)
@@ -186,12 +192,21 @@ class _Search:
             self._try_again()
         number, solution = self.best[1:] if self.best is not None else (self.nearest, None)
         if self.finer is not None and number is not None:
-            found = self.finer(self.problems[number], solution, part(self.progress, (n - 1) / n, 0.5 / n))
+            found = self._finer(number, solution, part(self.progress, (n - 1) / n, 0.5 / n))
             if found is not None:
                 problem, self.hints[n - 1] = found
                 self.problems.append(problem)
                 self._observe(n - 1)
                 self._try(n - 1, part(self.progress, (n - 0.5) / n, 0.5 / n))
+
+    def _finer(self, number: int, solution: Solution | None, progress: Progress) -> tuple[Problem, Hints] | None:
+        """What ``finer`` finds; None, with a note, where that would be too much work."""
+        assert self.finer is not None
+        try:
+            return self.finer(self.problems[number], solution, progress)
+        except SearchLimitError as error:
+            self.left_out = (str(error),)
+            return None
 
     def _try(self, number: int, progress: Progress) -> None:
         """Searches a problem, unless it is cut or another placement's answer serves."""
@@ -288,6 +303,9 @@ class _Search:
         if self.quick:
             return quotient_bound(problem, BUDGETS.screening_sweeps, enough, self.passings.pop(number, None)) >= enough
         bound, self.hints[number] = message_bound(problem, BUDGETS.screening_sweeps, enough, self.hints[number])
+        is_one_of_many = self.finer is not None and number < self.n_given and len(problem.mesh.axes) > PROVEN_AXES
+        if bound < enough and is_one_of_many:
+            bound = large_bound(problem, BUDGETS.quotient_sweeps, enough)
         return bound >= enough
 
     def _keep(self, number: int, solution: Solution) -> None:
@@ -344,7 +362,8 @@ class _Search:
         assert self.best is not None
         best = self.best[-1]
         ranked = finalists((best, *self.finalists), self.n_finalists)
-        return tuple(replace(solution, notes=(*solution.notes, *self.notes)) for solution in ranked[1:] if solution is not best)
+        notes = *self.notes, *self.left_out
+        return tuple(replace(solution, notes=(*solution.notes, *notes)) for solution in ranked[1:] if solution is not best)
 
     def end_early(self) -> None:
         """Makes incumbents solutions; where an automatic searcher has none, a baseline's that fits, if any does, on any mesh."""

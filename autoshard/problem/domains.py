@@ -1,12 +1,14 @@
 """Domains of variables on a mesh: their labels, and the layout of each slot under each label.
 
-Domains do not depend on costs: problems on all placements of a mesh share them, and so do variables of equal rules.
+Domains do not depend on costs: problems on all placements of a mesh share them, and so do variables whose rules differ in sizes alone that
+the same numbers of shards divide.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -45,9 +47,14 @@ class Domains:
     def __init__(self, signatures: Sequence[Signature], sizes: tuple[int, ...]):
         self.signatures = signatures
         self.sizes = sizes
+        self._n_devices = math.prod(sizes)
+        # By kind, label and free axes; by what domains depend on; below, by the rules of signatures with sizes as `_divided_alike`.
         self._domains: dict[tuple[int, Label, tuple[int, ...]], Domain] = {}
-        self._choices: dict[tuple[Rule, Label, tuple[int, ...]], tuple[list[Label], np.ndarray]] = {}
+        self._distinct: dict[tuple, Domain] = {}
+        self._choices: dict[tuple[int, Label, tuple[int, ...]], tuple[list[Label], np.ndarray]] = {}
         self._numbers: dict[tuple, np.ndarray] = {}
+        self._rules: dict[int, tuple[int, Rule]] = {}
+        self._rule_numbers: dict[Rule, int] = {}
 
     def domain(self, variable: Variable, kind: int, label: Label, free: tuple[int, ...]) -> Domain:
         """The labels that differ from a given one on the free axes only.
@@ -60,21 +67,40 @@ class Domains:
         """
         key = kind, label, free
         if (domain := self._domains.get(key)) is None:
-            domain = self._domains[key] = self._domain(variable, label, free)
+            own = self._shape(variable) if variable.leader < 0 else self._rule(variable)[0]
+            depends = own, tuple(variable.slots), tuple(variable.pins), label, free
+            if (domain := self._distinct.get(depends)) is None:
+                domain = self._distinct[depends] = self._domain(variable, label, free)
+            self._domains[key] = domain
         return domain
 
     def most_labels(self, variable: Variable, n_free: int) -> int:
         """The number of labels of a variable with so many axes free, legal or not."""
-        return (len(_atoms(self._rule(variable))) if variable.leader >= 0 else len(variable.label_type[1]) + 1) ** n_free
+        return (len(_atoms(self._rule(variable)[1])) if variable.leader >= 0 else len(variable.label_type[1]) + 1) ** n_free
 
-    def _rule(self, variable: Variable) -> Rule:
-        return self.signatures[variable.label_type[1]].rule
+    def _rule(self, variable: Variable) -> tuple[int, Rule]:
+        """The rule of a variable's leader with sizes as `_divided_alike`, and its number."""
+        signature = variable.label_type[1]
+        if signature not in self._rules:
+            rule = self.signatures[signature].rule
+            if not rule.given and not any(factor.sends for factor in rule.factors):
+                rule = replace(rule, factors=tuple(replace(one, size=self._divided_alike(one.size)) for one in rule.factors))
+            self._rules[signature] = self._rule_numbers.setdefault(rule, len(self._rule_numbers)), rule
+        return self._rules[signature]
+
+    def _shape(self, variable: Variable) -> tuple[int, ...]:
+        """The shape of a layout with sizes as `_divided_alike`."""
+        return tuple(map(self._divided_alike, variable.label_type[1]))
+
+    def _divided_alike(self, size: int) -> int:
+        """One size for all that are larger than the number of devices, and that the same parts of it divide; smaller ones as they are."""
+        return size if size <= self._n_devices else math.gcd(size, self._n_devices) * (self._n_devices + 1)
 
     def _domain(self, variable: Variable, label: Label, free: tuple[int, ...]) -> Domain:
         if variable.leader >= 0:
-            labels, array = self._legal(self._rule(variable), label, free)
+            labels, array = self._legal(*self._rule(variable), label, free)
         else:
-            shape = variable.label_type[1]
+            shape = self._shape(variable)
             labels = [option for option in _vary(label, free, range(-1, len(shape))) if divides(option, shape, self.sizes)]
             array = np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes))
         slots: list[np.ndarray] = []
@@ -92,9 +118,9 @@ class Domains:
             slots = [numbers[keep] for numbers in slots]
         return Domain(tuple(labels), {label: i for i, label in enumerate(labels)}, tuple(slots))
 
-    def _legal(self, rule: Rule, label: Label, free: tuple[int, ...]) -> tuple[list[Label], np.ndarray]:
-        """The legal choices of a rule that differ from a label on the free axes only, also as an array ``(n, n_axes, 2)``."""
-        key = rule, label, free
+    def _legal(self, number: int, rule: Rule, label: Label, free: tuple[int, ...]) -> tuple[list[Label], np.ndarray]:
+        """The legal choices of a rule, which has a number, that differ from a label on the free axes only, also as ``(n, n_axes, 2)``."""
+        key = number, label, free
         if key not in self._choices:
             if rule.given:
                 given = given_choice(rule, self.sizes)
@@ -112,8 +138,8 @@ class Domains:
             case ("layout",):
                 return layout_numbers(labels, len(variable.label_type[1]))
             case ("operand" | "result" as side, position):
-                rule = self._rule(variable)
-                key = rule, side, position, label, free
+                number, rule = self._rule(variable)
+                key = number, side, position, label, free
                 if key not in self._numbers:
                     dims = (rule.operands if side == "operand" else rule.results)[position]
                     dim_of = np.full(len(rule.factors) + 1, -1)  # by factor; the last entry is for no factor

@@ -80,6 +80,11 @@ def _split(problem: Problem) -> tuple[Mesh, list[int]]:
     return Mesh(tuple(axes), placed), parents
 
 
+def n_primes(n: int) -> int:
+    """The number of axes that an axis of this size is split into."""
+    return len(_primes(n))
+
+
 def _primes(n: int) -> list[int]:
     """The prime factors of a number, largest first.
 

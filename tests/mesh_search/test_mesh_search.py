@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import eager_cluster, problem_of
-from programs import PROGRAMS
+from programs import PROGRAMS, mlp
 
 import autoshard
 from autoshard.budgets import BUDGETS
@@ -15,10 +17,13 @@ from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, NothingFasterError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.bounds import first_bound, message_bound, quotient_bound
+from autoshard.mesh_search import bounds
+from autoshard.mesh_search import search as mesh_search
+from autoshard.mesh_search.bounds import first_bound, large_bound, message_bound, quotient_bound
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.search import search_meshes, transferred
 from autoshard.problem import Hints, Problem, cost_tables
+from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 
 MESHES = ({"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2})
@@ -207,3 +212,25 @@ def test_an_answer_is_transferred_to_other_links():
     assert there.assignment.mesh is other.mesh is not one.mesh
     assert there.judgement.cost.makespan_seconds == other.evaluate(there.assignment).cost.makespan_seconds
     assert there.lower_bound_seconds <= there.judgement.cost.objective_seconds
+
+
+def test_of_many_meshes_those_of_large_tables_are_cut_by_a_layer(monkeypatch):
+    """Where all meshes of three axes are searched and their tables are too large, the bound of a layer cuts them, and only then."""
+    fn, args = mlp(layers=16, batch=64)
+    problem = problem_of(fn, *args, mesh={"a": 2, "b": 2, "c": 2})
+    small = symmetry.apply(problem)
+    assert small is not None
+    axes = range(3)
+    limit = small.table_entries(axes, BUDGETS.bound_entries)
+    assert limit < problem.table_entries(axes, BUDGETS.bound_entries)
+    assert large_bound(problem, 60, float("inf")) == problem.compute_bound()
+    monkeypatch.setattr(bounds, "BUDGETS", replace(BUDGETS, bound_entries=limit))
+    best = DynamicProgramming().solve(problem)
+    bound = large_bound(problem, 60, float("inf"))
+    assert problem.compute_bound() < bound <= best.judgement.cost.objective_seconds * (1 + 1e-9)
+    asked = []
+    monkeypatch.setattr(mesh_search, "large_bound", lambda problem, *_: asked.append(problem.mesh.sizes) or float("inf"))
+    for most, meshes in ((2, set()), (3, {(2, 2, 2)})):
+        strategy = autoshard.search(fn, *args, cluster=eager_cluster(), mesh=most)
+        assert set(asked) == meshes
+        assert len(strategy.mesh_shape) < 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ from problems import eager_cluster, problem_of
 from programs import PROGRAMS
 
 import autoshard
+from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.cost.reshard import _moves
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.ir import Mesh, layout_dims, layout_number, layout_numbers, layout_of, layouts
 from autoshard.judge.approximate_reshard import ManyAxesModel
 from autoshard.judge.model import CostModel
+from autoshard.mesh_search import refinement
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.refinement import refined
 from autoshard.problem import Hints, Problem
@@ -162,6 +165,23 @@ def test_the_finer_problem_has_the_gain():
     assert refined(problem, labels, 3, 0.9, on) is None
     best = found.labels(RecursiveProgramming().solve(found).assignment)
     assert refined(found, best, 3, 0.01, on) is None
+
+
+def test_refinement_ends_where_it_cannot_gain_or_makes_too_many_tables(monkeypatch):
+    """Compute that nothing is faster than, or layers that differ, end it before any table is made; a search says the latter."""
+    cluster = Cluster.parse("v5e:4x4")
+    problem = problem_of(tall, *TALL, cluster=cluster, mesh={"data": 4, "model": 4})
+    labels = problem.labels(RecursiveProgramming().solve(problem).assignment)
+    with monkeypatch.context() as patch:
+        patch.setattr(refinement, "_descended", None)
+        patch.setattr(Problem, "compute_bound", lambda problem: problem.fixed_seconds() + problem.cost_of(labels))
+        assert refined(problem, labels, 3, 0.01, list) is None
+    monkeypatch.setattr(refinement, "BUDGETS", replace(BUDGETS, refined_tables=1))
+    with pytest.raises(SearchLimitError, match="layers of this program differ"):
+        refined(problem, labels, 3, 0.01, list)
+    strategy = autoshard.search(tall, *TALL, cluster=cluster)
+    assert len(strategy.mesh_shape) == 2
+    assert any("were not split any further" in note for note in strategy.notes)
 
 
 def test_a_start_is_improved_upon():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import product
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import SMALL, problem_of
@@ -75,3 +77,33 @@ def test_another_placement_has_the_tables_it_would_have_alone(program):
         assert all(np.array_equal(one, other) for one, other in zip(ours.unary, theirs.unary, strict=True))
         assert all(np.array_equal(table, theirs.pairs[pair]) for pair, table in ours.pairs.items())
         first = shared
+
+
+def test_domains_are_shared_by_sizes_that_divide_alike():
+    """Layers of other widths have the domains of the first where the same parts divide both, and their own where other parts do."""
+
+    def chain(x, *weights):
+        for one, other in weights:
+            x = x + (x @ one) @ other
+        return x
+
+    widths = 1024, 1040, 1056, 1044
+    arrays = [(_array(32, width), _array(width, 32)) for width in widths]
+    problem = problem_of(chain, _array(64, 32), *arrays)
+    leaders = [index for index, variable in enumerate(problem.decisions.variables) if variable.leader >= 0]
+    domain = problem.costs.domains.domain
+    whole = tuple(range(len(problem.mesh.axes)))
+    variables, kinds = problem.decisions.variables, problem.decisions.kinds
+    found = [domain(variables[i], kinds[i], problem.costs.replicated(i), whole) for i in leaders]
+    by_width = {}
+    for i, one in zip(leaders, found, strict=True):
+        rule = problem.decisions.signatures[variables[i].label_type[1]].rule
+        assert set(one.labels) == {label for label in one.labels if legal(rule, label, problem.mesh.sizes)}
+        by_width.setdefault(max(factor.size for factor in rule.factors), []).append(one)
+    assert by_width[1024][0] is by_width[1040][0] is by_width[1056][0]
+    assert by_width[1044][0] is not by_width[1024][0]
+    assert len(by_width[1044][0].labels) < len(by_width[1024][0].labels)
+
+
+def _array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
