@@ -13,6 +13,9 @@ Between two values in memory everything is arithmetic in registers. What ends a 
   where its sources have ``s`` times its bytes and ``r`` kernels read it, ``s * r < s + 1 + r``. So a softmax is computed again from its
   scores, and a normalised activation from the activation; a sum of three is stored, and so is bfloat16 made of float32 scores and their
   gradient.
+- *Handed on*: a value that ops outside fusions read, too, is stored for those; its other readers compute it again where they read no more
+  for it, however long it takes. So capped logits are stored for a lookup, and their softmax is computed from the logits. A product's kernel
+  makes such a value along with what that is made of.
 - *Work*: a value that several readers would compute is stored where computing it takes a core longer than writing and reading it takes
   the chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
 - *Slices*: a value of which several slices are read, or one with strides, is stored; their readers compute no part of it.
@@ -70,7 +73,8 @@ class FusionRules:
         fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
         fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
         expands_one_hots: whether scatters of one number a row become comparisons of positions.
-        widens_for_readers: whether the readers of a stored value that only widens another one read that one instead.
+        widens_for_readers: whether the readers of a stored value that only widens another one, or that ops outside fusions read, too, read
+            what it is made of instead.
         repeats_sliced: whether values of which several slices are read are computed for each, but for slices of slices.
         stores_values_of_many: whether values that are computed from `MOST` large ones or more are stored.
         stores_transposed: whether values are stored that a kernel reads next to products in another order of dimensions.
@@ -114,6 +118,7 @@ class _Fuser:
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
         self.computed: dict[int, Op] = {}  # the op of a value in registers
+        self.handed: set[int] = set()  # what is stored for ops outside fusions alone
         self.minor = minor(graph)
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
@@ -204,6 +209,7 @@ class _Fuser:
         return frozenset(self._find(value) for value, flow in flows if not flow.inside and not flow.shift and self.free[flow.value])
 
     def _store_boundaries(self) -> None:
+        handed: dict[int, None] = {}
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):
             self._store(value)
         for op in self.ops:
@@ -217,8 +223,7 @@ class _Fuser:
             elif self._stands_alone(op) and not self._is_one_hot(op):
                 for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                for value in self._stored_operands(op):
-                    self._store(value)
+                handed.update(dict.fromkeys(map(self._find, self._stored_operands(op))))
             elif is_reduction(op.primitive):
                 for value in op.results:
                     self._store(value)
@@ -232,6 +237,9 @@ class _Fuser:
         for value in sliced(self.graph, again=self.rules.repeats_sliced):
             self._store(value)
         for value in reordered(self.graph) if self.rules.stores_transposed else ():
+            self._store(value)
+        self.handed.update(value for value in handed if not self.stored[value])
+        for value in handed:
             self._store(value)
 
     def _stored_operands(self, op: Op) -> tuple[int, ...]:
@@ -376,14 +384,16 @@ class _Fuser:
                         made.append(root)
                         self.sources[root] = (root,)
                         widened = op.primitive == "convert_element_type" and self.values[root].itemsize > self.values[roots[0]].itemsize
-                        if widened and self.rules.widens_for_readers and reads and root not in self.padded and not long:
+                        again = (widened and root not in self.padded and not long) or self._is_made_again(op, root, reads)
+                        if again and reads and self.rules.widens_for_readers:
                             self.fused[root] = reads  # kernels that can compute it read its sources
                     else:
                         self.sources[root] = reads
                         self.computed[root] = op
                         if product >= 0 and self.absorbed[root]:
                             products[root] = product
-                if made and op.primitive == "convert_element_type" and (maker := makers.get(reads)) is not None:
+                beside = op.primitive == "convert_element_type" or not self.fused.keys().isdisjoint(made)
+                if made and beside and (maker := makers.get(reads)) is not None:
                     kernels[maker] = replace(kernels[maker], makes=(*kernels[maker].makes, *made))  # a product's second result
                 elif made:
                     if product >= 0:
@@ -402,6 +412,14 @@ class _Fuser:
         sources, readers = sum(large), len(self.sinks[value])
         many = self.rules.stores_values_of_many and len(large) >= MOST  # evidence: values of many sources
         return many or sources + 1 + readers <= sources * readers
+
+    def _is_made_again(self, op: Op, value: int, reads: tuple[int, ...]) -> bool:
+        """Whether a value that is stored for ops outside fusions is computed again by its other readers: they read no more for it then."""
+        # evidence: values handed to gathers are computed again
+        if value not in self.handed or self.absorbed[value] or not self._is_elementwise(op):
+            return False
+        made = self.values[value]
+        return 0 < sum(self.values[one].nbytes for one in reads if 2 * self.values[one].size > made.size) <= made.nbytes
 
     def _is_long(self, op: Op, value: int) -> bool:
         """Whether to compute a value, which several kernels would, takes longer than to write and read it."""

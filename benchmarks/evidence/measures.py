@@ -55,6 +55,17 @@ def stored(type_text: str) -> Measure:
     return Measure(f"kernels' results {type_text}", lambda ahead: sum(_TYPE.findall(one.type).count(type_text) for one in _kernels(ahead)))
 
 
+def read(type_text: str) -> Measure:
+    """How many kernels of a program without loops read an array of a type."""
+
+    def of(ahead: Ahead) -> int:
+        module = Module(ahead.hlo)
+        entry = module.computations[module.entry]
+        return sum(any(type_text in entry[name].type for name in one.operands if name in entry) for one in _kernels(ahead))
+
+    return Measure(f"kernels that read {type_text}", of)
+
+
 def copies(type_text: str) -> Measure:
     """How many kernels do nothing but copy an array of a type to another layout."""
     return Measure(f"copies of {type_text}", lambda ahead: sum(one.opcode == "copy" and type_text in one.type for one in _kernels(ahead)))

@@ -284,3 +284,44 @@ def test_a_product_that_one_reduction_alone_reads_lies_nowhere(read, lies):
     facts = facts_of(lambda x, w: read(x @ w), *inputs)
     product = next(op for op in facts.graph.walk() if op.primitive == "dot_general")
     assert any(facts.fusion.stored[facts.fusion.root[value]] for value in product.results) == lies
+
+
+WIDE, NARROW = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "again"),
+    [
+        (lambda x, _: jnp.tanh(x.astype(jnp.float32)), NARROW, True),
+        (lambda x, _: functools.reduce(lambda x, _: jnp.tanh(x), range(12), x), WIDE, True),  # however long it takes
+        (lambda x, y: jnp.tanh(x.astype(jnp.float32)) * y.astype(jnp.float32), NARROW, True),
+        (lambda x, y: jnp.tanh(x) * y, NARROW, False),
+        (lambda x, _: jnp.tanh(x).astype(jnp.bfloat16), WIDE, False),
+    ],
+)
+@pytest.mark.parametrize("hand", [lambda made, rows: jnp.take_along_axis(made, rows, -1), lambda made, _: jnp.sort(made, -1)])
+def test_what_is_stored_for_a_lookup_is_computed_again_by_others(make, given, again, hand):
+    """XLA:TPU stores it for gathers and sorts alone, where what it is made of has no more bytes (libtpu 0.0.52)."""
+
+    def program(x, y, rows):
+        made = make(x, y)
+        return hand(made, rows), jnp.sum(made * made, -1)
+
+    facts = facts_of(program, given, given, jax.ShapeDtypeStruct((512, 1), jnp.int32))
+    reduction = next(op for op in facts.graph.walk() if op.primitive == "reduce_sum")
+    kernel = next(kernel for kernel in facts.fusion.kernels if kernel.main == reduction.index)
+    assert set(kernel.reads) <= set(facts.graph.arguments) if again else set(kernel.reads).isdisjoint(facts.graph.arguments)
+
+
+def test_a_product_makes_capped_logits_for_a_lookup():
+    """One kernel makes a product's logits and those that are looked up, in float32; both gradients read the former (libtpu 0.0.52)."""
+
+    def loss(x, w, rows):
+        made = 30 * jnp.tanh((x @ w).astype(jnp.float32) / 30)
+        return jnp.sum(jax.nn.logsumexp(made, -1) - jnp.take_along_axis(made, rows, -1)[:, 0])
+
+    facts = facts_of(jax.value_and_grad(loss, (0, 1)), NARROW, NARROW, jax.ShapeDtypeStruct((512, 1), jnp.int32))
+    graph, (first, *others) = facts.graph, [k for k in facts.fusion.kernels if facts.graph.walk()[k.main].primitive == "dot_general"]
+    logits, looked_up = first.makes
+    assert (graph.values[logits].dtype, graph.values[looked_up].dtype) == ("bfloat16", "float32")
+    assert len(others) == 2 and all(logits in kernel.reads and looked_up not in kernel.reads for kernel in others)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, stored
+from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, read, stored
 from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
 
 LARGE = leaf(64, 1024, 1024)
@@ -308,3 +308,66 @@ for rows, width, depth in ((8192, 1024, 6), (8192, 2048, 6), (16384, 2048, 6), (
         f"a perceptron of {depth} layers of {rows} x {width}",
         Program(trained(depth), ([leaf(width, width)] * depth, leaf(rows, width)), near()),
     )
+
+
+# -- values that are handed to gathers, and to other kernels outside of fusions -------------------------------------------
+
+LOGITS, LOGITS_F32, TARGETS = leaf(4096, 16384), leaf(4096, 16384, dtype=F32), leaf(4096, dtype=jnp.int32)
+
+
+def capped(x):
+    """A softcap in float32."""
+    return 30 * jnp.tanh(x.astype(F32) / 30)
+
+
+def twelve_tanhs(x):
+    """A chain that takes longer than any memory traffic."""
+    x = x.astype(F32)
+    for k in range(12):
+        x = jnp.tanh(x * (1 + k / 10))
+    return x
+
+
+def looked_up(values, targets):
+    """One of each row."""
+    return jnp.take_along_axis(values, targets[:, None], -1)
+
+
+def handed(make, hand):
+    """A program that hands what is made of arrays to an operation, and takes each row's logsumexp: two kernels read the value then."""
+
+    def program(targets, *arrays):
+        made = make(*arrays)
+        return hand(made, targets), jax.nn.logsumexp(made.astype(F32), -1)
+
+    return program
+
+
+READ, READ_F32 = read("bf16[4096,16384]"), read("f32[4096,16384]")
+for title, make, hand in [
+    ("capped logits looked up", capped, looked_up),
+    ("logits after twelve tanhs looked up", twelve_tanhs, looked_up),
+    ("capped logits sorted", capped, lambda made, _: jnp.sort(made, -1)),
+    ("every third capped logit", capped, lambda made, _: jnp.cos(made[:, ::3]).sum(-1)),
+    ("capped logits scattered into", capped, lambda made, targets: made.at[targets].add(1.0)[:, 0]),
+]:
+    named(title, Program(handed(make, hand), (TARGETS, LOGITS), READ))
+for n, of_many in ((2, lambda x, y: capped(x) * y), (3, lambda x, y, z: capped(x) * y + z)):
+    named(f"capped logits of {n} arrays looked up", Program(handed(of_many, looked_up), (TARGETS, *[LOGITS] * n), READ))
+for title, n, make in [
+    ("capped logits of 2 wide arrays looked up", 2, lambda x, y: capped(x) * y),
+    ("rounded capped logits looked up", 1, lambda x: capped(x).astype(BF16)),
+]:
+    named(title, Program(handed(make, looked_up), (TARGETS, *[LOGITS_F32] * n), READ_F32))
+
+
+def loss_of_capped_logits(x, w, targets):
+    """A loss over a product's logits."""
+    made = capped(x @ w)
+    return jnp.mean(jax.nn.logsumexp(made, -1) - looked_up(made, targets)[:, 0])
+
+
+named(
+    "a loss of capped logits of a product",  # read by the logsumexp, and by both gradients
+    Program(jax.value_and_grad(loss_of_capped_logits, (0, 1)), (leaf(4096, 1024), leaf(1024, 16384), TARGETS), READ),
+)
