@@ -13,8 +13,8 @@ Between two values in memory everything is arithmetic in registers. What ends a 
   where its sources have ``s`` times its bytes and ``r`` kernels read it, ``s * r < s + 1 + r``. So a softmax is computed again from its
   scores, and a normalised activation from the activation; a sum of three is stored, and so is bfloat16 made of float32 scores and their
   gradient.
-- *Handed on*: a value that ops outside fusions read, too, is stored for those; its other readers compute it again where they read no more
-  for it, however long it takes. So capped logits are stored for a lookup, and their softmax is computed from the logits. A product's kernel
+- *Handed on*: a value that gathers read, too, is stored for those; its other readers compute it again where they read no more for it,
+  however long it takes. So capped logits are stored for a lookup, and their softmax is computed from the logits. A product's kernel
   makes such a value along with what that is made of.
 - *Work*: a value that several readers would compute is stored where computing it takes a core longer than writing and reading it takes
   the chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
@@ -73,8 +73,8 @@ class FusionRules:
         fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
         fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
         expands_one_hots: whether scatters of one number a row become comparisons of positions.
-        widens_for_readers: whether the readers of a stored value that only widens another one, or that ops outside fusions read, too, read
-            what it is made of instead.
+        widens_for_readers: whether the readers of a stored value that only widens another one, or that gathers read, too, read what it is
+            made of instead.
         repeats_sliced: whether values of which several slices are read are computed for each, but for slices of slices.
         stores_values_of_many: whether values that are computed from `MOST` large ones or more are stored.
         stores_transposed: whether values are stored that a kernel reads next to products in another order of dimensions.
@@ -118,7 +118,7 @@ class _Fuser:
         self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
         self.computed: dict[int, Op] = {}  # the op of a value in registers
-        self.handed: set[int] = set()  # what is stored for ops outside fusions alone
+        self.handed: set[int] = set()  # what is stored for gathers alone
         self.minor = minor(graph)
         self.fused: dict[int, tuple[int, ...]] = {}
         self.sinks: list[frozenset[int]] = [frozenset()] * n
@@ -209,7 +209,7 @@ class _Fuser:
         return frozenset(self._find(value) for value, flow in flows if not flow.inside and not flow.shift and self.free[flow.value])
 
     def _store_boundaries(self) -> None:
-        handed: dict[int, None] = {}
+        handed: set[int] = set()
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):
             self._store(value)
         for op in self.ops:
@@ -223,7 +223,11 @@ class _Fuser:
             elif self._stands_alone(op) and not self._is_one_hot(op):
                 for value in () if op.index in self.in_place else op.results:
                     self._store(value)
-                handed.update(dict.fromkeys(map(self._find, self._stored_operands(op))))
+                for value in self._stored_operands(op):
+                    if op.primitive == "gather":
+                        handed.add(self._find(value))
+                    else:
+                        self._store(value)
             elif is_reduction(op.primitive):
                 for value in op.results:
                     self._store(value)
@@ -414,7 +418,7 @@ class _Fuser:
         return many or sources + 1 + readers <= sources * readers
 
     def _is_made_again(self, op: Op, value: int, reads: tuple[int, ...]) -> bool:
-        """Whether a value that is stored for ops outside fusions is computed again by its other readers: they read no more for it then."""
+        """Whether a value that is stored for gathers is computed again by its other readers: they read no more for it then."""
         # evidence: values handed to gathers are computed again
         if value not in self.handed or self.absorbed[value] or not self._is_elementwise(op):
             return False
