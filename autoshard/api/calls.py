@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
@@ -30,7 +29,7 @@ from autoshard.api.placing import put
 from autoshard.errors import TraceError
 
 UNLIKE: Any = object()  # what comes back of arguments that are unlike those of the call before
-CRASHES = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)  # on several devices, of a used up array where some are donated
+CRASHES = tuple(map(int, jax.__version__.split(".")[:2])) < (0, 12)  # on several devices, of a used up array where some are donated
 OFTEN = 3  # an argument that had to be moved so often after calls in which it did not is looked through in every call
 
 

@@ -24,7 +24,7 @@ from autoshard.trace import axes_of, mesh_in_force
 MOST_AXES = 3  # of meshes that are searched
 ALIKE = 0.75  # of two names of mesh axes, as `difflib` has it: 'dta' is 'data' misspelt, 'batch' is not
 
-Written = tuple[str, Sequence[Any]]
+Written = tuple[str, Any]
 """What a spec is on, in words, and the spec."""
 
 

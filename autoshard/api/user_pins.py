@@ -154,7 +154,7 @@ class UserPins:
         kept = {at: PartitionSpec(*(None if entry is _OPEN else entry for entry in found.spec or ())) for at, found in self.kept.items()}
         return [self.given.get(at, kept.get(at, PartitionSpec())) for at in range(len(self.graph.arguments))]
 
-    def ordering(self) -> Iterator[tuple[str, Sequence[Any]]]:
+    def ordering(self) -> Iterator[tuple[str, Any]]:
         """The specs that say in which order axes split a dimension, with what each is on, in words."""
         for position, spec in enumerate(self.specs):
             yield self.graph.argument_paths[position], spec

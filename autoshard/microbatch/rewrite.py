@@ -232,7 +232,8 @@ class Inside(Interpreter):
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if self._runs(op):
             operands = self._operands(op, operands)
-            return self._keep(op, self._split(op, eqn, operands) if self._loop.moves[op.index].factor >= 0 else bind(eqn, operands))
+            is_split = self._loop.n > 1 and self._loop.moves[op.index].factor >= 0
+            return self._keep(op, self._split(op, eqn, operands) if is_split else bind(eqn, operands))
         return [None] * len(op.results)
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:

@@ -72,7 +72,7 @@ class TensorParallel(Searcher):
         progress("finding contraction pairs", 0.0)
         batch = split_batch(problem)
         arguments = {value for value in problem.graph.arguments if any(dim >= 0 for dim in batch.layout(value))}
-        features = contraction_pairs(problem, set(problem.graph.arguments) - arguments)
+        features = contraction_pairs(problem, set(problem.graph.arguments) - arguments if problem.mesh.axes else set())
         model = len(problem.mesh.axes) - 1 if features.pairs else len(problem.mesh.axes)
         leaders = {variable.leader: index for index, variable in enumerate(problem.decisions.variables) if variable.leader >= 0}
         by_batch = [_batch_parts(problem, batch, arguments, axis) for axis in range(model)]

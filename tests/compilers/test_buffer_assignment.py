@@ -13,7 +13,7 @@ from random_assignments import random_assignment
 import autoshard
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
 from autoshard.compilers.buffer_assignment import Copy, peak_memory, peaks_above
-from autoshard.compilers.tpu.buffers import _after_sums, _beside_gathers
+from autoshard.compilers.tpu.buffers import _beside_gathers
 from autoshard.ir import Assignment, Mesh
 from benchmarks import single_dtype
 from benchmarks.evidence.programs import PROGRAMS
@@ -325,19 +325,3 @@ def test_a_stack_beside_the_slices_that_it_replaces_is_a_buffer_of_its_own(name)
         program.function, *program.args, cluster=program.on, mesh={"x": 1}, in_specs={}, donate_argnums=program.donate
     )
     assert strategy.cost.peak_bytes / 2**20 == pytest.approx(compiled, rel=0.13)
-
-
-def test_logits_for_a_lookup_wait_for_partial_sums():
-    """Float32 logits that a product's kernel makes for a lookup are born once its partial sums are combined (libtpu 0.0.52)."""
-
-    def looked_up(x, w, rows):
-        made = 30 * jnp.tanh((x @ w).astype(jnp.float32) / 30)
-        return jnp.take_along_axis(made, rows, -1), jnp.sum(jnp.exp(made), -1)
-
-    narrow = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
-    facts = facts_of(looked_up, narrow, narrow, jax.ShapeDtypeStruct((512, 1), jnp.int32))
-    times, (product, *_) = facts.lifetimes, facts.fusion.kernels
-    own, wide = (times.places[value] for value in product.makes)
-    born = _after_sums(facts, [product.op], times.born)
-    assert (born[own], born[wide]) == (times.starts[product.op], times.ends[product.op])
-    assert (_after_sums(facts, [], times.born) == times.born).all()

@@ -144,7 +144,7 @@ def test_a_print_happens_once_a_step_or_is_refused(is_inside, capsys):
 
         x = lax.scan(layer, batch[0], None, length=2)[0]
         jax.debug.print("found {}", x.sum())
-        return weights, x.sum()
+        return jax.tree.map(lambda w: w - x.sum(), weights), x.sum()
 
     def program(weights, batches):
         return lax.scan(printing, weights, batches)

@@ -165,7 +165,8 @@ def test_every_family_has_rules_to_break():
         op = example(name)
         if op.primitive.name not in DRAWN and any(exposing(rule, factors) for _, factors, rule in mutants(op.rule)):
             families.add(registry._FUNCTIONS[op.primitive.name].__module__)
-    assert families == {family.__name__ for family in FAMILIES}
+    without = {"attention", "declared", "partitioning"}  # of a library's kernel and of users' rules: no example of one's own to run
+    assert families == {family.__name__ for family in FAMILIES} - {f"autoshard.rules.{name}" for name in without}
 
 
 @pytest.mark.parametrize("at_most", [2, pytest.param(None, marks=pytest.mark.slow)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 import numpy as np
@@ -64,7 +64,6 @@ def tiled_buffers(
     waits = list(sliced_last(facts, assignment))
     more += [(nbytes, until - 2, until) for _, until, nbytes in waits]
     born, dies = _beside_gradients(facts)
-    born = _after_sums(facts, stored, born)
     if copies:  # (without any, everything that is sent is synchronous)
         born = _at_once(times, born, fusion.begun)
         dies = _one_later(times, dies, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
@@ -111,19 +110,6 @@ def _beside_gradients(facts: ProgramFacts) -> tuple[np.ndarray, np.ndarray]:
             if place is not None and maker is not None and values[looked_up].size >= MOST_OF * values[value].size:
                 born[place], dies[place] = min(born[place], times.starts[maker]), max(dies[place], times.ends[maker])
     return born, dies
-
-
-def _after_sums(facts: ProgramFacts, stored: Iterable[int], born: np.ndarray) -> np.ndarray:
-    """When buffers are born if what is computed of a product's result waits for its partial sums, which are stored until they are combined.
-
-    Float32 logits for a lookup, of a product that is contracted over devices, are made of the sums (a head compiled by libtpu 0.0.52).
-    """
-    times, root, ops, born = facts.lifetimes, facts.fusion.root, facts.graph.walk(), born.copy()
-    for op in stored:
-        beside = times.born == times.starts[op]
-        beside[[times.places[root[value]] for value in ops[op].results if root[value] in times.places]] = False
-        born[beside] = np.maximum(born[beside], times.ends[op])
-    return born
 
 
 def _one_later(times: Lifetimes, dies: np.ndarray, scattered: set[int]) -> np.ndarray:
