@@ -21,7 +21,6 @@ TESTED_BY = {
     "compilers/tpu/compiler.py": "compilers/test_kernel_traffic.py",
     "compilers/tpu/layout_copies.py": "compilers/test_tiling.py",
     "cost/own_collectives.py": "cost/test_collectives.py",
-    "cost/permute.py": "cost/test_reshard.py",
     "memory_limit/dual_bound.py": "memory_limit/test_memory_limits.py",
     "problem/hints.py": "search/test_hints.py",
     "problem/memory_tables.py": "memory_limit/test_memory_limits.py",

@@ -67,6 +67,9 @@ class Declared:
             raise RuleError(f"sizes of factors read '{{g=4}}', got {match['sizes']!r} in {text!r}.")
         operands, results = map(tuple, sides)
         named = {name for tensor in (*operands, *results) for dim in tensor for name in dim}
+        told = [*_words(match["whole"]), *(name.strip() for name, _ in sizes)]
+        if unknown := next((name for name in told if name not in named), None):
+            raise RuleError(f"sizes and need_replication of a kernel's rule name its factors, {sorted(named)}; got {unknown!r}. Use them.")
         everywhere = named.intersection(*({name for dim in tensor for name in dim} for tensor in results))
         free = everywhere & {name for tensor in operands for dim in tensor for name in dim}
         made = tuple((name.strip(), int(size)) for name, size in sizes)

@@ -51,6 +51,7 @@ def test_a_rule_has_factors_of_any_name():
         ("([b, b])->([b])", "once in a tensor"),
         ("([b, h])->([b, h]) {b:4}", "{g=4}"),
         ("([b])->([b])", "2, 2"),
+        ("([b, h])->([b, h]) need_replication={hh}", "got 'hh'"),
         ("([b, b2])->([b2, b])", "multiply to the sizes"),
     ],
 )
@@ -69,6 +70,14 @@ def test_a_function_is_called_with_shards():
     assert strategy.out_specs == P(None, "data") and strategy.cost.flops == 1e6 / 4
     for run in (strategy.apply(fn), strategy.apply(fn, lowering="constraints"), jax.jit(fn)):
         np.testing.assert_allclose(run(X.T.copy()), kernel_examples.numbered(X.T.copy()))
+
+
+def test_a_rule_may_leave_everything_whole():
+    """A function whose rule lets nothing through reads whole arrays, though its own operations could be split."""
+    fn = autoshard.kernel_rule(jnp.tanh, "([i, j])->([i, j]) need_replication={i, j}")
+    strategy = autoshard.search(lambda x: fn(x), X, **ROWS)
+    assert [each.kind for each in strategy.cost.collectives] == ["all_gather"]
+    np.testing.assert_allclose(strategy.apply(lambda x: fn(x))(X), np.tanh(X), rtol=1e-6)
 
 
 def test_a_foreign_function_is_called_with_shards(declared):
