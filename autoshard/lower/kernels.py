@@ -22,11 +22,11 @@ def on_shards(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) 
     blocks = tuple(
         each.replace(array_aval=each.array_aval.update(shape=shape)) for each, shape in zip(mapping.block_mappings, shapes, strict=True)
     )
-    grid = list(mapping.grid)
-    for axis, (tensor, dim) in grid_axes(params).items():
+    grid, split = list(mapping.grid), grid_axes(params)
+    for axis, (tensor, dim) in split.items():
         grid[axis] = grid[axis] * shapes[tensor][dim] // mapping.block_mappings[tensor].array_aval.shape[dim]
     made = tuple(aval.update(shape=shape) for aval, shape in zip(params["out_avals"], results, strict=True))
-    parts = math.prod(mapping.grid[axis] // grid[axis] for axis in grid_axes(params))
+    parts = math.prod(mapping.grid[axis] // grid[axis] for axis in split)
     return {
         "grid_mapping": mapping.replace(grid=tuple(grid), block_mappings=blocks),
         "out_avals": made,
