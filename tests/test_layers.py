@@ -38,6 +38,7 @@ LAYERS = (
     ("strategy",),
     ("lower", "library"),
     ("microbatch", "recompute"),  # runs ops on parts of their operands as `lower` does on shards; runs them again
+    ("rewrite",),  # before all these, and by their analyses of a program
     ("pipeline",),  # cuts the program of one microbatch into stages
     ("explanation",),  # of a judged program
     ("report",),  # shows what an explanation says
@@ -53,7 +54,7 @@ LAYERS = (
 # The only folders in which JAX and what stands on it may be imported.
 JAX = ("jax", "jaxlib", "flax", "optax")
 KNOWS_JAX = (
-    *("rules", "trace", "lower", "microbatch", "recompute", "pipeline", "verify", "probe", "distributed", "data"),
+    *("rules", "trace", "lower", "microbatch", "recompute", "rewrite", "pipeline", "verify", "probe", "distributed", "data"),
     *("collectives", "api", "parameter_server", "checkpoint", "serving", "demo", "cli"),
 )
 

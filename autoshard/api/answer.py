@@ -302,7 +302,7 @@ class Answer:
         """
         with outside_mesh(keep_auto=True):
             traced, _, _ = program_of(fn, args, self.record, before=self._traced)
-        return type(self)(self.record, traced, call=abstract_call(fn, args))
+        return type(self)(self.record, traced, call=abstract_call(fn, args, traced.rewrites))
 
     def with_record(self, record: Record) -> Self:
         """The strategy of another record of the same program."""

@@ -28,6 +28,7 @@ from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
+from autoshard.rewrite import Rewriting
 from autoshard.search import Searcher, searcher_of
 from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options
@@ -223,6 +224,9 @@ def parallelize(
     schedule: str | None = None,
     plan: str = "sharding",
     start: Strategy | None = None,
+    kernels: str | None = None,
+    balance: float = 1.0,
+    padding: bool = True,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
@@ -262,9 +266,13 @@ def parallelize(
         "schedule": schedule,
         "plan": plan,
         "start": start,
+        "kernels": kernels,
+        "balance": balance,
+        "padding": padding,
     }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
+    Rewriting.of(kernels, balance, padding)
     searcher_of(searcher)  # what is misspelt is said here, not at the first call
     asked = Asked.of(pins, batch_axes, batch)
     is_one = is_one_program(schedule, stages, plan)

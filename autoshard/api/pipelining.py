@@ -37,6 +37,7 @@ from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
+from autoshard.rewrite import to_json
 from autoshard.rules import rules_of
 from autoshard.strategy import BY_ROWS, PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord, version
 from autoshard.trace import Traced
@@ -375,6 +376,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
             plan.schedule.n_microbatches,
             traced.remat,
             batch=traced.batch,
+            rewrites=to_json(traced.rewrites),
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,

@@ -263,13 +263,14 @@ def _in_parts(whole: Traced, again: Traced, microbatches: int) -> Traced:
 
 def whole_of(fn, args, donate_argnums, axis_names, batch: tuple[str | int, ...] = ()) -> Traced:
     """The function as it is traced in one microbatch without recomputation; arguments are `traced_of`'s."""
-    own = fn.__wrapped__ if isinstance(fn, TracedOnce) else fn
+    once = fn if isinstance(fn, TracedOnce) else TracedOnce(fn)
+    own = once.__wrapped__
     donated, axes = (*several(donate_argnums), *(own.donate_argnums if isinstance(own, Sharded) else ())), tuple(dict.fromkeys(axis_names))
 
     def make() -> Traced:
         return with_named_batch(trace(plain(fn), *args, donate_argnums=donated, axis_names=axes, own_donation=True), batch)
 
-    return fn.traced((donated, batch), make) if isinstance(fn, TracedOnce) else make()  # constraints name their axes, whatever the mesh has
+    return once.traced((donated, batch), make)  # constraints name their axes, whatever the mesh has
 
 
 def with_recomputation(facts: ProgramFacts, model: CostModel, solution: Solution) -> Solution:

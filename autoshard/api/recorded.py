@@ -14,6 +14,7 @@ from autoshard.api.structure import describe
 from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
 from autoshard.ir import Layout, Mesh, Spec, layout_to_spec, result_layouts, spec_to_layout
+from autoshard.rewrite import Rewrite, to_json
 from autoshard.search import Solution
 from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord, version
 from autoshard.trace import SplitModules, Traced
@@ -24,15 +25,19 @@ Call = tuple[Callable, tuple]
 WRITTEN_BACK = "result and updates of NNX objects"
 
 
-def abstract_call(fn: Callable, args: tuple) -> Call:
-    """The call with the types of its arrays, also of those in NNX and Equinox modules, so that no array is kept alive."""
+def abstract_call(fn: Callable, args: tuple, rewrites: tuple[Rewrite, ...] = ()) -> Call:
+    """The call with the types of its arrays, also of those in NNX and Equinox modules, so that no array is kept alive.
+
+    Args:
+        rewrites: what the function's program is rewritten by, where it does not know that itself.
+    """
 
     def typed(x: Any) -> Any:
         is_array = isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) if is_array else x
 
     split = SplitModules(args)
-    own = fn.__wrapped__ if isinstance(fn, TracedOnce) else fn  # which may be called with other arguments
+    own = fn.alone if isinstance(fn, TracedOnce) else TracedOnce(fn, rewrites).alone  # which may be called with other arguments
     return own, split.rebuild(jax.tree.map(typed, split.states))
 
 
@@ -74,6 +79,7 @@ def record_of(
             stages=traced.stages,
             rounds=traced.rounds,
             batch=traced.batch,
+            rewrites=to_json(traced.rewrites),
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,

@@ -37,6 +37,8 @@ from autoshard.api.strategy import Strategy
 from autoshard.api.ticking import check_parts, fastest, is_one_program
 from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, constraints, user_pins, written
+from autoshard.api.variants import Variants
+from autoshard.api.variants import fastest as fastest_variant
 from autoshard.cluster import Cluster
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import ShardingError
@@ -48,6 +50,7 @@ from autoshard.mesh_search.candidates import placed
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.render import progress_line
+from autoshard.rewrite import Rewriting
 from autoshard.search import Searcher, Solution, searcher_of
 from autoshard.search.propagation import follow_layouts
 from autoshard.strategy import Record
@@ -80,6 +83,9 @@ def search(
     schedule: str | None = None,
     plan: str = "sharding",
     start: Strategy | None = None,
+    kernels: str | None = None,
+    balance: float = 1.0,
+    padding: bool = True,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
 
@@ -137,6 +143,12 @@ def search(
             are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
+        kernels: ``"auto"``: plain attention becomes the fused kernel that JAX has for these devices, where that is predicted to be faster
+            (`autoshard.rewrite.attention`). None: it stays as it is written, and a note says what that would save.
+        balance: the rows of the fullest expert over the mean of all experts that experts without a capacity, `jax.lax.ragged_dot`, are
+            planned for, at least 1 (`autoshard.rewrite.experts`). Fuller experts take longer in the step, and lose nothing.
+        padding: whether dimensions that no mesh axis divides may be padded where that is predicted to be faster
+            (`autoshard.rewrite.padding`); results stay the same.
 
     Raises:
         PipelineError: the step cannot be cut into so many stages.
@@ -151,6 +163,59 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
+    options: dict[str, Any] = dict(
+        cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, batch_axes=batch_axes, batch=batch, memory_limit_bytes=memory_limit_bytes,
+        donate_argnums=donate_argnums, interruptible=interruptible, microbatches=microbatches, remat=remat, offload=offload, stages=stages,
+        schedule=schedule, plan=plan, start=start,
+    )  # fmt: skip
+    rewriting = Rewriting.of(kernels, balance, padding)
+    limit_seconds, how = checked_seconds(time_limit_seconds), confirm_of(confirm)
+    with shown(progress) as callback, outside_mesh(keep_auto=True):
+        once = fn if isinstance(fn, TracedOnce) else TracedOnce(fn)
+        given = () if mesh is None or isinstance(mesh, int) else given_mesh(mesh).all_names
+        axes = (*Asked.of(pins, batch_axes, batch).axes, *given)
+        variants = Variants(once, args, cluster, donate_argnums, batch, axes, rewriting)
+
+        def searched(one: TracedOnce, seconds: float | None, progress: Progress, how: Confirm | None = None) -> Strategy:
+            return _searched(one, args, time_limit_seconds=seconds, progress=progress, confirm=how, **options)
+
+        share = 1.0 if how is None else SEARCHING
+        limit = None if limit_seconds is None else limit_seconds * share
+        found = fastest_variant(variants, searched, limit, part(callback, 0.0, share))
+        if isinstance(found, TracedOnce):
+            return searched(found, limit_seconds, callback, how)
+        strategy, one = found
+        if how is None:
+            return strategy
+        left = None if limit_seconds is None else (1 - share) * limit_seconds
+        return searched(one, left, part(callback, share, 1 - share), how)
+
+
+def _searched(
+    fn: TracedOnce,
+    args: tuple,
+    *,
+    cluster: Any,
+    searcher: str | Searcher,
+    mesh: Any,
+    pins: Pins | None,
+    batch_axes: Any,
+    batch: Batch,
+    memory_limit_bytes: float | None,
+    donate_argnums: Any,
+    progress: Progress,
+    time_limit_seconds: float | None,
+    interruptible: bool,
+    confirm: Confirm | None = None,
+    microbatches: Microbatches,
+    remat: str | None,
+    offload: str | None,
+    stages: int | None,
+    schedule: str | None,
+    plan: str,
+    start: Strategy | None,
+) -> Strategy:
+    """The best strategy of a program as it is, of which no rewrites are tried; arguments are `search`'s."""
     chosen, how = searcher_of(searcher), confirm_of(confirm)
     microbatches, remat, start = checked_number(microbatches), checked_remat(remat), checked(start, chosen)
     offload = checked_offload(offload, remat)
@@ -165,17 +230,16 @@ def search(
         wanted = Asked.of(pins, batch_axes, batch)
         option = "plan" if is_full else "stages"
         check_pipeline(2 if is_full else stages, schedule, how, start, wanted, option, offload)
-        once = TracedOnce(fn) if is_full and not isinstance(fn, TracedOnce) else fn
-        with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-            call = Call(once, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
-                        remat, endings(given, interruptible), given, callback)  # fmt: skip
+        with rarely_collecting():
+            call = Call(fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
+                        remat, endings(given, interruptible), given, progress)  # fmt: skip
             if stages is not None:
                 return in_stages(call, stages)
-            alone = partial(search.__wrapped__, once, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, batch=batch,
-                            remat=remat, microbatches=microbatches, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums,
-                            interruptible=interruptible)  # fmt: skip
-            return full(call, alone, remat)
-    with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
+            same = dict(searcher=searcher, mesh=mesh, pins=pins, batch_axes=None, batch=batch, remat=remat, microbatches=microbatches)
+            more = dict(memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums, interruptible=interruptible)
+            none = dict(offload=None, stages=None, schedule=None, plan="sharding", start=None)
+            return full(call, partial(_searched, fn, args, cluster=cluster, **(same | more | none)), remat)
+    with rarely_collecting():
         wanted = Asked.of(pins, batch_axes, batch)
         ends, n_finalists, until = endings(given, interruptible), 1 if how is None else how.finalists, math.inf
         n_kept = MOST_OVERLAPPED if how is None and chosen.includes_baselines else n_finalists
@@ -231,11 +295,11 @@ def search(
             )
 
         if how is None:
-            found = searched(None, callback)
+            found = searched(None, progress)
             assert isinstance(found, Strategy)
             return found
         devices = cluster_of(cluster)
-        return Rounds(searched, how, devices, limit_of(devices, memory_limit_bytes)).found(callback)
+        return Rounds(searched, how, devices, limit_of(devices, memory_limit_bytes)).found(progress)
 
 
 @outside_mesh(keep_auto=True)

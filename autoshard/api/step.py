@@ -30,6 +30,7 @@ from autoshard.lower import HOST, ReshardPath, constrained, derived_from, loweri
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
+from autoshard.rewrite import from_json, rewritten
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, TensorRecord, check_program
 from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace, with_named_batch
@@ -309,7 +310,8 @@ def program_of(
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.all_names, before=before)
-        traced = rematerialised(with_named_batch(traced, record.program.batch), record.program.remat)
+        traced = rewritten(with_named_batch(traced, record.program.batch), from_json(record.program.rewrites))
+        traced = rematerialised(traced, record.program.remat)
         if record.program.stages > 1:
             traced = in_one_program(traced, record.program.stages, record.program.microbatches, record.program.rounds)
         elif record.pipeline is None:

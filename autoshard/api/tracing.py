@@ -1,4 +1,4 @@
-"""A function that several searches share the trace of."""
+"""A function that several searches share the trace of, rewritten or as it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.compilers import Compiler
 from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.rewrite import Rewrite, rewritten
 from autoshard.trace import Traced
 
 
@@ -14,21 +15,40 @@ class TracedOnce:
     """A function that is always searched with the same arguments, and is traced once for all of these searches.
 
     `search` takes it in place of the function, which is its ``__wrapped__``.
+
+    Attributes:
+        rewrites: what its program is rewritten by.
     """
 
-    def __init__(self, fn: Callable):
+    def __init__(self, fn: Callable, rewrites: tuple[Rewrite, ...] = ()):
         self.__wrapped__ = fn
+        self.rewrites = rewrites
         self._traces: dict[Hashable, Traced] = {}
         self._facts: list[tuple[Traced, Compiler, ProgramFacts]] = []
 
     def __call__(self, *args: Any) -> Any:
         return self.__wrapped__(*args)
 
+    @property
+    def alone(self) -> Callable:
+        """The function without its traces, for other arguments."""
+        return TracedOnce(self.__wrapped__, self.rewrites) if self.rewrites else self.__wrapped__
+
+    def rewritten(self, rewrites: tuple[Rewrite, ...]) -> TracedOnce:
+        """The function whose program is rewritten, which shares the trace; itself where it is rewritten so already."""
+        if rewrites == self.rewrites:
+            return self
+        other = TracedOnce(self.__wrapped__, rewrites)
+        other._traces = self._traces
+        return other
+
     def traced(self, options: Hashable, make: Callable[[], Traced]) -> Traced:
-        """The trace with these options, made if there is none yet."""
-        if options not in self._traces:
-            self._traces[options] = make()
-        return self._traces[options]
+        """The trace with these options, rewritten, made if there is none yet."""
+        for n in range(len(self.rewrites) + 1):
+            key = options, self.rewrites[:n]
+            if key not in self._traces:
+                self._traces[key] = rewritten(self._traces[options, self.rewrites[: n - 1]], self.rewrites[:n]) if n else make()
+        return self._traces[options, self.rewrites]
 
     def facts(self, traced: Traced, compiler: Compiler, make: Callable[[], ProgramFacts]) -> ProgramFacts:
         """The facts of such a trace for a compiler, made if there are none yet."""

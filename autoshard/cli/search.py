@@ -127,6 +127,22 @@ def add(commands) -> None:
         help="search pipelines too: numbers of stages and of microbatches, schedules, and the shardings of each stage",
     )
     parser.add_argument(
+        "--kernels",
+        choices=("none", "auto"),
+        default="none",
+        help="auto: plain attention becomes the fused kernel that JAX has for these devices, where that is faster; none (default): never",
+    )
+    parser.add_argument(
+        "--balance",
+        metavar="RATIO",
+        type=float,
+        default=1.0,
+        help="rows of the fullest expert over the mean (1.0) that experts without a capacity are planned for",
+    )
+    parser.add_argument(
+        "--no-padding", action="store_true", help="keep dimensions that no mesh axis divides at their size, and so whole on every device"
+    )
+    parser.add_argument(
         "--frontier",
         metavar="POINTS",
         type=positive,
@@ -184,6 +200,8 @@ def run(options: argparse.Namespace) -> int:
         }
         if options.frontier is None:
             of_time = {"remat": None if options.remat == "none" else options.remat, "stages": options.stages, "schedule": options.schedule}
+            of_time |= {"kernels": None if options.kernels == "none" else options.kernels, "balance": options.balance}
+            of_time["padding"] = not options.no_padding
             of_time["plan"] = "full" if options.full else "sharding"
             if options.like:
                 of_time["start"] = autoshard.Strategy(record_of(options.like))

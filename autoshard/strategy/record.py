@@ -34,6 +34,7 @@ class Program:
         stages: into how many its scanned layers are divided, which run at the same time on the mesh axis of stages; 1: it has none.
         rounds: how often a microbatch goes through all of these, each time through other layers.
         batch: the paths of the arguments that hold examples, where the user names them.
+        rewrites: what was rewritten before all that, as JSON values (`autoshard.rewrite`).
     """
 
     name: str
@@ -46,6 +47,7 @@ class Program:
     stages: int = 1
     rounds: int = 1
     batch: tuple[str, ...] = ()
+    rewrites: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

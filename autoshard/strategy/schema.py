@@ -35,7 +35,7 @@ from autoshard.strategy.remat_schema import decode_remat, encode_remat
 MAX_AXES = 16
 
 MAX_FACTORS = 4096
-NOT_WRITTEN = (("microbatches", 1), ("remat", None), ("offload", ()), ("stages", 1), ("rounds", 1), ("batch", ()))
+NOT_WRITTEN = (("microbatches", 1), ("remat", None), ("offload", ()), ("stages", 1), ("rounds", 1), ("batch", ()), ("rewrites", ()))
 
 T = TypeVar("T")
 
@@ -134,7 +134,7 @@ def _encode_program(program: Program) -> dict[str, Any]:
 
 
 def _program(node: Node) -> Program:
-    optional = ("microbatches", "remat", "offload", "stages", "rounds", "batch")
+    optional = ("microbatches", "remat", "offload", "stages", "rounds", "batch", "rewrites")
     part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=optional)
     sizes = part["n_ops"].integer(0), part["n_values"].integer(0)
     microbatches = part["microbatches"].integer(1) if "microbatches" in part else 1
@@ -143,7 +143,13 @@ def _program(node: Node) -> Program:
     stages = part["stages"].integer(2) if "stages" in part else 1
     rounds = part["rounds"].integer(2) if "rounds" in part else 1
     batch = tuple(one.text() for one in part["batch"].items()) if "batch" in part else ()
-    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, microbatches, remat, offload, stages, rounds, batch)
+    rewrites = part["rewrites"].items() if "rewrites" in part else ()
+    name, fingerprint = part["name"].text(), part["fingerprint"].text()
+    return Program(name, fingerprint, *sizes, microbatches, remat, offload, stages, rounds, batch, tuple(map(_fields, rewrites)))
+
+
+def _fields(node: Node) -> dict[str, Any]:
+    return {name: field.json() for name, field in node.members()}
 
 
 def _mesh(node: Node, placement: Node | None = None, order: Node | None = None) -> Mesh:

@@ -54,6 +54,7 @@ class Traced:
         stages: into how many its scanned layers were divided, which run at the same time; 1: it has none.
         rounds: how often a microbatch goes through all of these, each time through other layers.
         batch: the paths of the arguments that hold examples, where the user names them.
+        rewrites: what was rewritten before all that (`autoshard.rewrite`).
     """
 
     graph: Graph
@@ -72,6 +73,7 @@ class Traced:
     stages: int = 1
     rounds: int = 1
     batch: tuple[str, ...] = ()
+    rewrites: tuple[Any, ...] = ()
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.

@@ -1,0 +1,97 @@
+"""The program as it is written, or rewritten: each variant is searched, and the fastest is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.api.agreement import everyones
+from autoshard.api.prepared import cluster_of, whole_of
+from autoshard.api.strategy import Strategy
+from autoshard.api.tracing import TracedOnce
+from autoshard.errors import AutoshardError
+from autoshard.progress import Progress, part
+from autoshard.rewrite import PROPOSALS, Rewrite, Rewriting
+from autoshard.trace import Batch, checked_batch
+
+LEAST_SECONDS = 1e-6  # of a search that comes when the time is over, for its first answer
+
+
+@dataclass(frozen=True, slots=True)
+class Variants:
+    """The variants of one program that a search may choose from.
+
+    Attributes:
+        once: the function as it is written.
+        args, cluster, donate_argnums, batch: as in `autoshard.search`.
+        axes: the mesh axes that constraints inside the function may name.
+        rewriting: what the user asks of rewrites.
+    """
+
+    once: TracedOnce
+    args: tuple
+    cluster: Any
+    donate_argnums: Any
+    batch: Batch
+    axes: tuple[str, ...]
+    rewriting: Rewriting
+
+    def proposals(self, kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
+        """The variants that one more rewrite of a kind makes of a program that is rewritten so far."""
+        traced = whole_of(self.once.rewritten(before), self.args, self.donate_argnums, self.axes, checked_batch(self.batch))
+        return [(*before, rewrite) for rewrite in PROPOSALS[kind](traced, cluster_of(self.cluster), self.rewriting)]
+
+
+Search = Callable[[TracedOnce, float | None, Progress], Strategy]
+"""From a function, seconds to search it in, and a progress callback, to its strategy."""
+
+
+def fastest(variants: Variants, search: Search, seconds: float | None, progress: Progress) -> tuple[Strategy, TracedOnce] | TracedOnce:
+    """The fastest variant's strategy and function; the function alone, not searched, where there is nothing to rewrite.
+
+    Kinds of rewrites are chosen one after the other, each on top of those before it.
+
+    Raises:
+        AutoshardError: no variant has a strategy; that of the program as it is written.
+    """
+    until: float | None = None
+    chosen: tuple[Rewrite, ...] = ()
+    found: dict[tuple[Rewrite, ...], Strategy | AutoshardError] = {}
+
+    def tried(rewrites: tuple[Rewrite, ...], share: float, start: float) -> None:
+        left = None if until is None else max(LEAST_SECONDS, until - time.perf_counter()) * share
+        try:
+            found[rewrites] = search(variants.once.rewritten(rewrites), left, part(progress, start, (1 - start) * share))
+        except AutoshardError as error:
+            found[rewrites] = error
+
+    for kind in range(len(PROPOSALS)):
+        new = variants.proposals(kind, chosen)
+        if not new:
+            continue
+        if until is None and seconds is not None:  # from here on, since tracing does not count
+            until = time.perf_counter() + seconds
+        untried = [chosen, *new] if chosen not in found else new
+        for k, rewrites in enumerate(untried):
+            if found and until is not None and time.perf_counter() > until and any(isinstance(each, Strategy) for each in found.values()):
+                break
+            tried(rewrites, 1 / (len(untried) - k), k / len(untried))
+        chosen = _best(found, [chosen, *new])
+    if not found:
+        return variants.once
+    best = found[chosen]
+    if isinstance(best, AutoshardError):
+        raise best
+    return best, variants.once.rewritten(chosen)
+
+
+def _best(found: dict[tuple[Rewrite, ...], Strategy | AutoshardError], among: list[tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:
+    """The variant of least predicted step time, on which all processes agree; the first where none has a strategy."""
+
+    def seconds(k: int) -> float:
+        each = found.get(among[k])
+        return each.cost.makespan_seconds if isinstance(each, Strategy) else float("inf")
+
+    return among[everyones(min(range(len(among)), key=seconds))[0]]

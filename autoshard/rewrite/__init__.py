@@ -1,0 +1,36 @@
+"""Rewrites of the program that a search may choose; each keeps the results."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.errors import StrategyError
+from autoshard.rewrite.base import Rewrite, rewritten
+from autoshard.rewrite.options import PROPOSALS, Rewriting
+
+__all__ = ["PROPOSALS", "Rewrite", "Rewriting", "from_json", "rewritten", "to_json"]
+
+KINDS: dict[str, type[Rewrite]] = {}
+
+
+def to_json(rewrites: Sequence[Rewrite]) -> tuple[dict[str, Any], ...]:
+    """Rewrites as JSON values, as a strategy's record has them."""
+    return tuple({"kind": rewrite.kind, **rewrite.json()} for rewrite in rewrites)
+
+
+def from_json(records: Sequence[Mapping[str, Any]]) -> tuple[Rewrite, ...]:
+    """The rewrites of a record.
+
+    Raises:
+        StrategyError: one is not known, or has other fields.
+    """
+    found: list[Rewrite] = []
+    for record in records:
+        fields = {name: value for name, value in record.items() if name != "kind"}
+        kind = KINDS.get(record.get("kind", ""))
+        if kind is None:
+            raise StrategyError(f"a rewrite is one of {', '.join(KINDS) or 'none'}, got {record.get('kind')!r}. Search again.")
+        try:
+            found.append(kind.from_json(fields))
+        except (KeyError, TypeError, ValueError) as error:
+            raise StrategyError(f"the rewrite {record.get('kind')!r} of this strategy cannot be read: {error}. Search again.") from None
+    return tuple(found)

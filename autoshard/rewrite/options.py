@@ -1,0 +1,54 @@
+"""What a user asks of rewrites: fused kernels, the load of experts, padding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoshard.cluster import Cluster
+from autoshard.errors import ShardingError
+from autoshard.rewrite.base import Rewrite
+from autoshard.trace import Traced
+
+
+@dataclass(frozen=True, slots=True)
+class Rewriting:
+    """The rewrites that a search may choose.
+
+    Attributes:
+        kernels: ``"auto"``: plain attention may become a fused kernel; None: it stays as it is written.
+        balance: the load of the fullest expert over the mean that dropless experts are planned for.
+        padding: whether dimensions that do not divide may be padded.
+    """
+
+    kernels: str | None = None
+    balance: float = 1.0
+    padding: Any = True
+
+    @classmethod
+    def of(cls, kernels: Any, balance: Any, padding: Any) -> Rewriting:
+        """The options, checked.
+
+        Raises:
+            ShardingError: one is none of its values.
+        """
+        if kernels not in (None, "auto"):
+            raise ShardingError(f"kernels is None or 'auto', got {kernels!r}. Use 'auto' to have plain attention replaced by kernels.")
+        is_number = isinstance(balance, int | float) and not isinstance(balance, bool)
+        if not is_number or not math.isfinite(balance) or balance < 1:
+            raise ShardingError(
+                "balance is the number of rows of the fullest expert over the mean of all experts, so at least 1; "
+                f"got {balance!r}. Use 1.0 for equal loads, or 1.25 where the fullest has a quarter more."
+            )
+        if not isinstance(padding, bool):
+            raise ShardingError(f"padding is True or False, got {padding!r}. Use False to keep every dimension at its own size.")
+        return cls(kernels, float(balance), padding)
+
+
+Proposals = Callable[[Traced, Cluster, Rewriting], Sequence[Rewrite]]
+"""The rewrites of one kind that are worth planning for a program; none where there is nothing to rewrite, which is found out quickly."""
+
+PROPOSALS: tuple[Proposals, ...] = ()
+"""In the order in which they are applied."""
