@@ -14,6 +14,8 @@ from autoshard.trace.structure import called_with
 
 Layouts = tuple[Layout, ...]
 LayoutOf = Callable[[int], Layout]
+Shift = Callable[[Layout, int], Layout]
+"""A layout with so many more leading dimensions, or fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +27,22 @@ class Flows:
     outputs: tuple[Layouts, ...]
 
 
-def scan_flows(op: Op, layout: LayoutOf) -> Flows:
+def shifted(layout: Layout, by: int) -> Layout:
+    """The layout with ``by`` more leading dimensions; axes that shard a removed dimension are dropped."""
+    return tuple(dim + by if dim >= max(0, -by) else -1 for dim in layout)
+
+
+def scan_flows(op: Op, layout: LayoutOf, shift: Shift = shifted) -> Flows:
     """The flows of a scan: carries keep their layout in the body; scanned slices lack the leading dimension."""
     consts, entering = num_consts(op.params), num_consts(op.params) + num_carry(op.params)
     inputs = _each(layout, op.bodies[0].inputs)
     stacked = _each(layout, op.results[num_carry(op.params) :])
-    operands = inputs[:entering] + tuple(_shift(slice_, 1) for slice_ in inputs[entering:])
-    outputs = inputs[consts:entering] + tuple(_shift(whole, -1) for whole in stacked)
+    operands = inputs[:entering] + tuple(shift(slice_, 1) for slice_ in inputs[entering:])
+    outputs = inputs[consts:entering] + tuple(shift(whole, -1) for whole in stacked)
     return Flows(operands, (inputs,), (outputs,))
 
 
-def while_flows(op: Op, layout: LayoutOf) -> Flows:
+def while_flows(op: Op, layout: LayoutOf, shift: Shift = shifted) -> Flows:
     """The flows of a while loop, whose operands are the condition's constants, the body's, and the carries that both read."""
     condition, body = op.bodies
     consts = _each(layout, condition.inputs[: op.params["cond_nconsts"]])
@@ -44,14 +51,14 @@ def while_flows(op: Op, layout: LayoutOf) -> Flows:
     return Flows(consts + inputs, (consts + carries, inputs), (_each(layout, condition.outputs), carries))
 
 
-def cond_flows(op: Op, layout: LayoutOf) -> Flows:
+def cond_flows(op: Op, layout: LayoutOf, shift: Shift = shifted) -> Flows:
     """The flows of a branch: the first operand is the selector; the branches share the layouts of the others and of the results."""
     shared = _each(layout, op.bodies[0].inputs)
     n_branches = len(op.bodies)
     return Flows((layout(op.operands[0]), *shared), (shared,) * n_branches, (_each(layout, op.results),) * n_branches)
 
 
-def call_flows(op: Op, layout: LayoutOf) -> Flows:
+def call_flows(op: Op, layout: LayoutOf, shift: Shift = shifted) -> Flows:
     """The flows of a call of one body; operands that are no inputs of it keep their layout."""
     inputs = _each(layout, op.bodies[0].inputs)
     entering = dict(zip(called_with(op.primitive, op.params, len(op.operands)), inputs, strict=True))
@@ -59,7 +66,7 @@ def call_flows(op: Op, layout: LayoutOf) -> Flows:
     return Flows(operands, (inputs,), (_each(layout, op.results),))
 
 
-FLOWS: Mapping[str, Callable[[Op, LayoutOf], Flows]] = {
+FLOWS: Mapping[str, Callable[..., Flows]] = {
     "scan": scan_flows,
     "while": while_flows,
     "cond": cond_flows,
@@ -70,8 +77,3 @@ FLOWS: Mapping[str, Callable[[Op, LayoutOf], Flows]] = {
 
 def _each(layout: LayoutOf, values: Sequence[int]) -> Layouts:
     return tuple(map(layout, values))
-
-
-def _shift(layout: Layout, by: int) -> Layout:
-    """The layout with ``by`` more leading dimensions; axes that shard a removed dimension are dropped."""
-    return tuple(dim + by if dim >= max(0, -by) else -1 for dim in layout)
