@@ -6,10 +6,11 @@ from typing import Any
 from autoshard.errors import StrategyError
 from autoshard.rewrite.base import Rewrite, rewritten
 from autoshard.rewrite.options import PROPOSALS, Rewriting
+from autoshard.rewrite.padding import Padded
 
 __all__ = ["PROPOSALS", "Rewrite", "Rewriting", "from_json", "rewritten", "to_json"]
 
-KINDS: dict[str, type[Rewrite]] = {}
+KINDS: dict[str, type[Rewrite]] = {Padded.kind: Padded}
 
 
 def to_json(rewrites: Sequence[Rewrite]) -> tuple[dict[str, Any], ...]:

@@ -1,7 +1,7 @@
 """Extents: sizes of a dimension before and after padding.
 
-A dimension that merges others is padded in parts: of 12 heads of 64 elements padded to 16 heads, the last 256 of 1,024 elements are padding; of
-3 x 12 x 64 elements, the last 256 of each third are.
+A dimension that merges others is padded in parts: of 12 heads of 64 elements padded to 16 heads, the last 256 of 1,024 elements are
+padding; of 3 x 12 x 64 elements, the last 256 of each third are.
 """
 
 from __future__ import annotations
@@ -113,14 +113,19 @@ def _padded(x: Any, dim: int, of: Extent) -> Any:
     return parts if len(of) == 1 else lax.reshape(parts, (*x.shape[:dim], padded_size(0, of), *x.shape[dim + 1 :]))
 
 
-def masked(x: Any, dim: int, of: Extent, value: Any) -> Any:
-    """An array with one value in the padding of a dimension."""
-    positions = lax.iota(np.int32, x.shape[dim])
-    inside, minor = None, 1
-    for size, padded in reversed(of):
-        if size != padded:
+def inside(size: int, of: Extent) -> Any:
+    """Which positions of a dimension, of this size with its padding, are no padding."""
+    positions = lax.iota(np.int32, size)
+    found, minor = None, 1
+    for part, padded in reversed(of):
+        if part != padded:
             digit = positions if is_suffix(of) else positions // np.int32(minor) % np.int32(padded)
-            within = lax.lt(digit, np.int32(size))
-            inside = within if inside is None else inside & within
+            within = lax.lt(digit, np.int32(part))
+            found = within if found is None else found & within
         minor *= padded
-    return lax.select(lax.broadcast_in_dim(inside, x.shape, (dim,)), x, lax.full(x.shape, value, x.dtype))
+    return found
+
+
+def masked(x: Any, dim: int, within: Any, value: Any) -> Any:
+    """An array with one value in the padding of a dimension, of which ``within`` says what is none."""
+    return lax.select(lax.broadcast_in_dim(within, x.shape, (dim,)), x, lax.full(x.shape, value, x.dtype))

@@ -1,9 +1,9 @@
 """What is in the padding of each dimension, and which operands are masked: those that an operation mixes with what is no padding.
 
-Of a dimension the content of its padding is known to be one value, or to be what is in the rest of the dimension as well, or it is not known.
-Before an operation combines the elements of a dimension, its padding is overwritten with the value that changes nothing, such as 0 before a sum
-or -inf before a maximum; not where it has that value already. In a product the padding of both operands is 0, since 0 times what is not known
-may be NaN.
+Of a dimension the content of its padding is known to be one value, or to be what is in the rest of the dimension as well, or it is not
+known. Before an operation combines the elements of a dimension, its padding is overwritten with the value that changes nothing, such as 0
+before a sum or -inf before a maximum; not where it has that value already. In a product the padding of both operands is 0, since 0 times
+what is not known may be NaN.
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _evaluated(reading: Reading, values: Sequence[Any]) -> Any:
     read = [np.asarray(value).astype(each) for value, each in zip(values, reading.dtypes, strict=True)]
     with np.errstate(all="ignore"):
         if name == "convert_element_type":
-            if not np.issubdtype(dtype, np.inexact) and not np.all(np.isfinite(read[0])):
+            if not (jnp.issubdtype(dtype, np.inexact) or np.isfinite(read[0])) or read[0].dtype.kind == "c":
                 return None
             found = read[0].astype(dtype)
         else:

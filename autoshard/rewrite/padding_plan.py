@@ -1,8 +1,8 @@
 """The plan of a program with padded dimensions: which dimensions of which values, and what is overwritten before each operation.
 
-Some dimensions are given. Those that belong to them are found by the sharding rules: an operation's dimensions that are one factor of its rule
-are padded together, where the operation takes that, and so are a loop's carries and what flows into them, and a result and the argument that it
-replaces. Between values whose padding differs, as where an operation takes none, padding is cut off and added: every plan is right.
+Some dimensions are given. Those that belong to them are found by the sharding rules: an operation's dimensions that are one factor of its
+rule are padded together, where the operation takes that, and so are a loop's carries and what flows into them, and a result and the
+argument that it replaces. Between values whose padding differs, as where an operation takes none, padding is cut off and added: every plan is right.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autoshard.ir import Graph, Op, Rule
-from autoshard.lower.control_flow import FLOWS, Flows
+from autoshard.lower.control_flow import FLOWS
 from autoshard.lower.plan import holder_values
 from autoshard.rewrite.extents import Extent, Extents, divided, merged, padded_size
 from autoshard.rewrite.padding_contents import UNKNOWN, Content, Contents, Masks, Reading, after, made, masks
@@ -58,7 +58,7 @@ class Plan:
         found = self.extents.get(owner(self.views, value))
         return found if found is not None else ((),) * self.graph.values[value].rank
 
-    def flows(self, op: Op) -> Flows:
+    def flows(self, op: Op) -> Any:
         """The extents of a control-flow op's operands, and of its bodies' inputs and outputs."""
         return FLOWS[op.primitive](op, self.of, _shifted)
 

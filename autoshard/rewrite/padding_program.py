@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from autoshard.ir import Op
+from autoshard.ir.scan import num_carry
 from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
-from autoshard.rewrite.extents import Extents, masked, padded_shape, resized
+from autoshard.rewrite.extents import Extent, Extents, inside, masked, padded_shape, resized
 from autoshard.rewrite.padding_plan import Move, Plan
 from autoshard.rewrite.padding_rules import Padding
 from autoshard.trace.mapped import ENTERING, LEAVING
@@ -44,12 +45,14 @@ class _Region(Interpreter):
 
     Attributes:
         masked: per value and what of it is overwritten, the array, which readers share.
+        inside: per size and extent of a dimension, which of its positions are no padding.
     """
 
     def __init__(self, ops: Mapping[Path, Op], plan: Plan):
         super().__init__(ops, differentiable=False)
         self.plan = plan
         self.masked: dict[Any, Any] = {}
+        self.inside: dict[tuple[int, Extent], Any] = {}
 
     def region(self) -> _Region:
         return _Region(self.ops, self.plan)
@@ -79,9 +82,14 @@ class _Region(Interpreter):
         if key not in self.masked:
             x = resized(x, have, want)
             for dim, mask in over:
-                x = masked(x, dim, want[dim], mask)
+                x = masked(x, dim, self._inside(x.shape[dim], want[dim]), mask)
             self.masked[key] = x
         return self.masked[key]
+
+    def _inside(self, size: int, of: Extent) -> Any:
+        if (size, of) not in self.inside:
+            self.inside[size, of] = inside(size, of)
+        return self.inside[size, of]
 
     # -- control flow ------------------------------------------------------------------------------------------------------
 
@@ -91,7 +99,11 @@ class _Region(Interpreter):
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         ends = zip(operands, op.operands, self.plan.flows(op).operands, strict=True)
         entering = [resized(x, self.plan.of(value), want) for x, value, want in ends]
-        return self.rebound(op, eqn, entering)
+        results = self.rebound(op, eqn, entering)
+        if op.primitive == "scan":  # what it stacks up has no padding along the new dimension
+            first, whole = num_carry(op.params), [self.plan.of(value) for value in op.results]
+            results[first:] = [resized(x, ((), *of[1:]), of) for x, of in zip(results[first:], whole[first:], strict=True)]
+        return results
 
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> list[Any]:
         ends = zip(results, op.bodies[number].outputs, self.plan.flows(op).outputs[number], strict=True)

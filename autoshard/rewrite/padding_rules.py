@@ -30,8 +30,8 @@ _UNCHANGED = frozenset(
         *of_kind("linear_algebra"),
         *of_kind("reversal"),
         *of_kind("stacking"),
-        *(name for name in of_kind("reduction")),
-        *(name for name in of_kind("window") if name != "reduce_window"),
+        *of_kind("reduction"),
+        *of_kind("window"),
         *of_kind("fourier"),
         *of_kind("concatenation"),
         "bitcast_convert_type",
@@ -40,9 +40,6 @@ _UNCHANGED = frozenset(
         "slice",
         "dynamic_slice",
         "split",
-        "dynamic_update_slice",
-        "gather",
-        "scatter-add",
     }
 )
 
@@ -210,23 +207,26 @@ def _gather(p: Padding, x: Any, indices: Any) -> list[Any]:
     numbers, sizes, whole = p.op.params["dimension_numbers"], p.op.params["slice_sizes"], p.operands[0]
     taken = tuple(m if size == n else size for size, n, m in zip(sizes, whole, x.shape, strict=True))
     searched = {k: whole[d] for k, d in enumerate(numbers.start_index_map) if p.reads[0][d] and sizes[d] != whole[d]}
-    return p.bind(x, _inside(indices, searched, p.op.params["mode"]), slice_sizes=taken)
+    fills = lax.GatherScatterMode.from_any(p.op.params["mode"]) == lax.GatherScatterMode.FILL_OR_DROP
+    return p.bind(x, _inside(indices, searched, clips=not fills), slice_sizes=taken)
 
 
 def _scatter(p: Padding, x: Any, indices: Any, updates: Any) -> list[Any]:
     numbers, whole = p.op.params["dimension_numbers"], p.operands[0]
-    written = {k: whole[d] for k, d in enumerate(numbers.scatter_dims_to_operand_dims) if d in numbers.inserted_window_dims and p.reads[0][d]}
-    return p.bind(x, _inside(indices, written, p.op.params["mode"]), updates)
+    by_element = [(k, d) for k, d in enumerate(numbers.scatter_dims_to_operand_dims) if d in numbers.inserted_window_dims]
+    written = {k: whole[d] for k, d in by_element if p.reads[0][d]}
+    clips = lax.GatherScatterMode.from_any(p.op.params["mode"]) == lax.GatherScatterMode.CLIP
+    return p.bind(x, _inside(indices, written, clips), updates)
 
 
-def _inside(indices: Any, sizes: Mapping[int, int], mode: Any) -> Any:
+def _inside(indices: Any, sizes: Mapping[int, int], clips: bool) -> Any:
     """Indices that mean for dimensions with padding what they mean without.
 
     Args:
         sizes: per coordinate into such a dimension its size without padding.
+        clips: whether those past the end mean the last element; otherwise they mean none.
     """
-    mode = lax.GatherScatterMode.from_any(mode)
-    if not sizes or mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+    if not sizes:
         return indices
     if indices.dtype.itemsize < 4 or jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         wide = np.int64 if indices.dtype.itemsize > 4 else np.int32
@@ -235,7 +235,7 @@ def _inside(indices: Any, sizes: Mapping[int, int], mode: Any) -> Any:
     for coordinate, size in sizes.items():
         limits[coordinate] = size - 1
     most = lax.broadcast_in_dim(limits, indices.shape, (indices.ndim - 1,)) if len(limits) > 1 else _full(indices, limits[0])
-    if mode == lax.GatherScatterMode.CLIP:
+    if clips:
         return lax.min(indices, most)
     return lax.select(lax.gt(indices, most), _full(indices, jnp.iinfo(indices.dtype).max), indices)
 

@@ -55,6 +55,8 @@ class Traced:
         rounds: how often a microbatch goes through all of these, each time through other layers.
         batch: the paths of the arguments that hold examples, where the user names them.
         rewrites: what was rewritten before all that (`autoshard.rewrite`).
+        padding: where dimensions were padded, per argument leaf and dimension its parts, each with its size and its padded size; no parts
+            where a dimension has no padding.
     """
 
     graph: Graph
@@ -74,6 +76,7 @@ class Traced:
     rounds: int = 1
     batch: tuple[str, ...] = ()
     rewrites: tuple[Any, ...] = ()
+    padding: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
 
     def split(self, args: tuple) -> tuple:
         """The arguments as pytrees of arrays, structured as ``in_tree``.

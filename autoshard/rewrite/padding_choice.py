@@ -1,0 +1,159 @@
+"""Which dimensions are worth padding on so many devices.
+
+A dimension belongs to others, which are padded with it. It is worth it where it does not divide, where operations that have it are part of
+the step's work or memory, and where more devices can have their shards of it than without padding. Padding that adds little work is one
+variant; a second one also has dimensions that grow by much, such as 12 heads for 8 devices, where these and the examples together cannot
+use all devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoshard.cost.compute import op_flops
+from autoshard.ir import Graph, Op, Rule
+from autoshard.primitives import is_matrix
+from autoshard.rewrite.extents import Extent, Extents, padded_size
+from autoshard.rewrite.padding_plan import Plan, plan_padding
+
+LITTLE = 0.05
+"""Growth of a dimension that is tried wherever the dimension matters."""
+
+MUCH = 0.5
+"""Growth beyond which a dimension is never padded."""
+
+MATTERS = 0.01
+"""Share of the step's work, or of its arrays' bytes, of the dimensions that are tried."""
+
+LARGE_PART = 0.1
+"""The same for dimensions that grow by much."""
+
+
+@dataclass(frozen=True, slots=True)
+class Class:
+    """Dimensions that belong together.
+
+    Attributes:
+        value, dim: the one that they were found from.
+        extent: its sizes.
+        shards: the number of devices that divides the padded size.
+        share: the share of the step's work of operations that have the dimension.
+        memory: the share of the bytes of all its arrays.
+        arguments: positions of arguments, their dimensions and extents.
+    """
+
+    value: int
+    dim: int
+    extent: Extent
+    shards: int
+    share: float
+    memory: float
+    arguments: tuple[tuple[int, int, Extent], ...]
+
+    @property
+    def growth(self) -> float:
+        """By what fraction the dimension grows."""
+        return padded_size(0, self.extent) / math.prod(size for size, _ in self.extent) - 1
+
+    @property
+    def size(self) -> int:
+        return math.prod(size for size, _ in self.extent)
+
+
+def padded_for(size: int, devices: int, quantum: int = 1) -> tuple[int, int] | None:
+    """The padded size that most devices divide without much growth, and how many; None where padding does not let more devices divide it.
+
+    Args:
+        quantum: each device's shard is a multiple of it.
+
+    >>> padded_for(50257, 16), padded_for(12, 8), padded_for(96, 8), padded_for(5, 256)
+    ((50272, 16), (16, 8), None, (6, 2))
+    """
+    now = max((q for q in _divisors(devices) if size % (q * quantum) == 0), default=0)
+    best: tuple[float, int, int] | None = None
+    for q in _divisors(devices):
+        padded = -(-size // (q * quantum)) * q * quantum
+        growth = padded / size - 1
+        if q > now and growth <= MUCH and q <= size:
+            # Little growth counts as none, so that of these the one that most devices divide is taken.
+            key = (padded if growth > LITTLE else size) / q, q, padded
+            best = key if best is None or key[0] < best[0] else best
+    if best is None or (now and best[0] >= size / now):
+        return None
+    return best[2], best[1]
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def classes(graph: Graph, rules: Sequence[Rule | None], devices: int) -> Iterator[Class]:
+    """The classes of dimensions that do not divide and that matter, those of arguments first."""
+    sizes = {size for value in graph.values for size in value.shape}
+    uneven = {size: found for size in sizes if size > 1 and (found := padded_for(size, devices)) is not None}
+    if not uneven:
+        return
+    work = _Work(graph, rules)
+    seen: set[tuple[int, int]] = set()
+    for value in dict.fromkeys((*graph.arguments, *work.largest())):
+        for dim, size in enumerate(graph.values[value].shape):
+            if size not in uneven or (value, dim) in seen:
+                continue
+            padded, shards = uneven[size]
+            extent = ((size, padded),)
+            plan = plan_padding(graph, rules, {(value, dim): extent})
+            seen |= {(other, d) for other, extents in plan.extents.items() for d, of in enumerate(extents) if of}
+            found = Class(value, dim, extent, shards, *work.shares(plan), _arguments(graph, plan))
+            if max(found.share, found.memory) >= MATTERS:
+                yield found
+
+
+def _arguments(graph: Graph, plan: Plan) -> tuple[tuple[int, int, Extent], ...]:
+    return tuple((k, dim, of) for k, value in enumerate(graph.arguments) for dim, of in enumerate(plan.of(value)) if of)
+
+
+class _Work:
+    """The work of a program's operations, and the bytes of its values."""
+
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None]):
+        self.graph, self.rules = graph, rules
+        self.products = {op.index: self._flops(op) for op in graph.walk() if is_matrix(op.primitive) or op.kernel is not None}
+        self.flops = sum(self.products.values())
+        self.bytes = sum(op.trips * self._nbytes(op) for op in graph.walk() if not op.bodies)
+
+    def _flops(self, op: Op) -> float:
+        return op.trips * op_flops(op, self.rules[op.index], self.graph.values)
+
+    def _nbytes(self, op: Op) -> float:
+        return sum(self.graph.values[value].nbytes for value in op.results)
+
+    def largest(self) -> list[int]:
+        """The results of what is much of the work, in program order."""
+        much = [op for op in self.graph.walk() if self.products.get(op.index, 0.0) >= MATTERS * self.flops > 0]
+        much += [op for op in self.graph.walk() if not op.bodies and op.trips * self._nbytes(op) >= MATTERS * self.bytes > 0]
+        return [value for op in much for value in (*op.operands, *op.results)]
+
+    def shares(self, plan: Plan) -> tuple[float, float]:
+        """The shares of the work, and of the bytes, of operations with padding."""
+        moved = [op for op in self.graph.walk() if op.index in plan.moves and _pads(plan.moves[op.index].reads, plan.moves[op.index].makes)]
+        flops = sum(self.products.get(op.index, 0.0) for op in moved)
+        nbytes = sum(op.trips * self._nbytes(op) for op in moved)
+        return flops / (self.flops or 1.0), nbytes / (self.bytes or 1.0)
+
+
+def _pads(*sides: tuple[Extents, ...]) -> bool:
+    return any(of for side in sides for extents in side for of in extents)
+
+
+def is_promising(found: Class, graph: Graph, devices: int) -> bool:
+    """Whether a dimension that grows by much is worth a try: with the examples it cannot use all devices otherwise."""
+    if max(found.share, found.memory) < LARGE_PART:
+        return False
+    examples = graph.examples[0] if graph.examples is not None else range(len(graph.arguments))
+    sizes = [shape[0] for k in examples if (shape := graph.values[graph.arguments[k]].shape)]
+    of_examples = {k for k, dim, _ in found.arguments if dim == 0} & set(examples)
+    batch = 1 if of_examples else max((math.gcd(size, devices) for size in sizes), default=1)
+    return math.gcd(found.size, devices) * batch < devices
+
