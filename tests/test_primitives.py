@@ -88,6 +88,7 @@ ALLOWED = {
     ("rewrite/padding_contents.py", "_FIXED"): "values of functions",
     ("rewrite/padding_contents.py", "_PARALLEL"): "the rewriting's function for each",
     ("rewrite/padding_contents.py", "_RULES"): "the rewriting's function for each",
+    ("rewrite/padding_contents.py", "_RULES_OF_KIND"): "the rewriting's function for each",
     ("rewrite/padding_rules.py", "_COMPUTED"): "the rewriting's function for each",
     ("rewrite/padding_rules.py", "_TAKES"): "the rewriting's function for each",
     ("rewrite/padding_rules.py", "_UNCHANGED"): "the rewriting's function for each",

@@ -2,7 +2,9 @@
 
 Some dimensions are given. Those that belong to them are found by the sharding rules: an operation's dimensions that are one factor of its
 rule are padded together, where the operation takes that, and so are a loop's carries and what flows into them, and a result and the
-argument that it replaces. Between values whose padding differs, as where an operation takes none, padding is cut off and added: every plan is right.
+argument that it replaces.
+
+Between values whose padding differs, as where an operation takes none, padding is cut off and added: every plan is right.
 """
 
 from __future__ import annotations
