@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec
 from autoshard.api import Strategy
 from autoshard.api.prepared import whole_of
 from autoshard.api.search import search as search_one
-from autoshard.api.search import shown
 from autoshard.api.tracing import TracedOnce
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.progress import Progress, part, silent
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
+from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
 
 OBJECTIVES = ("throughput", "latency")
 STATE = 2  # arguments that both functions share: parameters and cache

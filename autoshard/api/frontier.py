@@ -18,7 +18,6 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.microbatching import Microbatches, all_found, best, checked_number
 from autoshard.api.offloading import check_offload, checked_offload
 from autoshard.api.prepared import Prepared, prepare
-from autoshard.api.search import shown
 from autoshard.api.strategy import Strategy
 from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster
@@ -31,7 +30,7 @@ from autoshard.microbatch import divisors
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.recompute import optimizer_state
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds
+from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds, shown
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
 from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Batch, outside_mesh

@@ -14,22 +14,17 @@ from typing import Any
 import jax
 
 from autoshard.api.calls import UNLIKE
-from autoshard.api.confirm import Confirm, confirm_of
-from autoshard.api.full_plan import checked_plan, checked_schedule
-from autoshard.api.microbatching import Microbatches, checked_number
-from autoshard.api.offloading import checked_offload
-from autoshard.api.pipelining import check_pipeline
-from autoshard.api.recomputing import checked_remat
-from autoshard.api.search import search
+from autoshard.api.confirm import Confirm
+from autoshard.api.microbatching import Microbatches
+from autoshard.api.request import Request
+from autoshard.api.searching import answered
 from autoshard.api.step import Positional, Sharded, Step, call_type, plain, several
 from autoshard.api.strategy import Strategy
-from autoshard.api.ticking import is_one_program
-from autoshard.api.user_pins import Asked, Pins
+from autoshard.api.user_pins import Pins
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
-from autoshard.rewrite import Rewriting
-from autoshard.search import Searcher, searcher_of
+from autoshard.search import Searcher
 from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options
 
@@ -41,13 +36,13 @@ class Parallelized(Sharded):
         strategy: the strategy of the latest search.
     """
 
-    def __init__(self, fn: Callable, options: Mapping[str, Any], running: Mapping[str, Any]):
-        """``options`` are those of `search`, ``running`` those of `Strategy.apply`."""
+    def __init__(self, fn: Callable, request: Request, progress: Progress | bool, running: Mapping[str, Any]):
+        """``running`` has the options of `Strategy.apply`."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._ordered = Positional(fn)
-        self._options = options
-        self.donate_argnums = several(options["donate_argnums"])
+        self._request, self._progress = request, progress
+        self.donate_argnums = several(request.donate_argnums)
         self._running = running
         self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None
@@ -108,7 +103,7 @@ class Parallelized(Sharded):
         if key not in self._by_names:
             fn = functools.update_wrapper(functools.partial(self._fn.__wrapped__, **given), self._fn.__wrapped__, updated=())
             names = [name for name in self._fn.static_argnames if name not in given]
-            self._by_names[key] = Parallelized(Static(fn, self._fn.static_argnums, names), self._options, self._running)
+            self._by_names[key] = Parallelized(Static(fn, self._fn.static_argnums, names), self._request, self._progress, self._running)
         return self._by_names[key]
 
     def _applied(self, found: _Found) -> Step:
@@ -126,7 +121,7 @@ class Parallelized(Sharded):
     def _searched(self, args: tuple) -> _Found:
         if self._found:
             warnings.warn(f"{function_name(self._fn)} {_searched_again(args, next(reversed(self._found)))}", stacklevel=4)
-        self._latest = search(self._fn, *args, **self._options)
+        self._latest = answered(self._fn, args, self._request, self._progress)
         return _Found(self._latest)
 
 
@@ -246,47 +241,18 @@ def parallelize(
     >>> double(jnp.ones(3))
     Array([2., 2., 2.], dtype=float32)
     """
-    options = {
-        "cluster": cluster,
-        "searcher": searcher,
-        "mesh": mesh,
-        "pins": pins,
-        "batch_axes": batch_axes,
-        "batch": batch,
-        "memory_limit_bytes": memory_limit_bytes,
-        "donate_argnums": donate_argnums,
-        "progress": progress,
-        "time_limit_seconds": time_limit_seconds,
-        "interruptible": interruptible,
-        "confirm": confirm_of(confirm),
-        "microbatches": checked_number(microbatches),
-        "remat": checked_remat(remat),
-        "offload": checked_offload(offload, remat),
-        "stages": stages,
-        "schedule": schedule,
-        "plan": plan,
-        "start": start,
-        "kernels": kernels,
-        "balance": balance,
-        "padding": padding,
-    }
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
-    Rewriting.of(kernels, balance, padding)
-    searcher_of(searcher)  # what is misspelt is said here, not at the first call
-    asked = Asked.of(pins, batch_axes, batch)
-    is_one = is_one_program(schedule, stages, plan)
-    is_full = checked_plan(plan, stages, mesh)
-    checked_schedule(schedule, is_full or stages is not None)
-    if not is_one and (is_full or stages is not None):
-        check_pipeline(2 if is_full else stages, schedule, confirm, start, asked, "plan" if is_full else "stages", offload)
-    if cluster is not None:
-        options["cluster"] = Cluster.of(cluster)
-
+    request = Request.of(
+        cluster=None if cluster is None else Cluster.of(cluster), searcher=searcher, mesh=mesh, pins=pins, batch_axes=batch_axes,
+        batch=batch, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums, time_limit_seconds=time_limit_seconds,
+        interruptible=interruptible, confirm=confirm, microbatches=microbatches, remat=remat, offload=offload, stages=stages,
+        schedule=schedule, plan=plan, start=start, kernels=kernels, balance=balance, padding=padding,
+    )  # fmt: skip
     running = {"devices": devices, "compiler_options": compiler_options, "bucket_bytes": bucket_bytes, "save_graphs": save_graphs}
 
     def made(function: Callable) -> Parallelized:
         is_static = static_argnums not in ((), None) or static_argnames not in ((), None)
-        return Parallelized(Static(function, static_argnums, static_argnames) if is_static else function, options, running)
+        return Parallelized(Static(function, static_argnums, static_argnames) if is_static else function, request, progress, running)
 
     return made if fn is None else made(fn)

@@ -2,65 +2,43 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.api.agreement import agreed, finalists_of_process_0
-from autoshard.api.attempts import Attempts, Whole
-from autoshard.api.collecting import rarely_collecting
-from autoshard.api.confirm import Confirm, confirm_of, noted
+from autoshard.api.confirm import Confirm
 from autoshard.api.explain import GIVEN
-from autoshard.api.finalists import Board
-from autoshard.api.full_plan import checked_plan, checked_schedule
 from autoshard.api.meshes import check_meshes, fixed_mesh, given_mesh, in_order, with_idle_axes
 from autoshard.api.microbatching import Microbatches, checked_number
 from autoshard.api.notes import contended, whole, without_rules
-from autoshard.api.offloading import checked_offload
-from autoshard.api.pipelining import check_pipeline
-from autoshard.api.prepared import MOST_OVERLAPPED, cluster_of, limit_of, own_annotations, prepare, traced_of, with_recomputation
-from autoshard.api.recomputing import checked_remat
+from autoshard.api.prepared import cluster_of, own_annotations, traced_of, with_recomputation
 from autoshard.api.recorded import abstract_call, record_of
-from autoshard.api.rounds import Rounds
+from autoshard.api.request import Request
 from autoshard.api.searched import Searched
-from autoshard.api.stage_searches import Call, full, in_stages
-from autoshard.api.start import checked
+from autoshard.api.searching import answered
 from autoshard.api.strategy import Strategy
-from autoshard.api.ticking import check_parts, fastest, is_one_program
-from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import ARGUMENTS, Asked, Pins, constraints, user_pins, written
-from autoshard.api.variants import Variants
-from autoshard.api.variants import fastest as fastest_variant
 from autoshard.cluster import Cluster
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import ShardingError
 from autoshard.ir import Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.anytime import checked_seconds, endings
 from autoshard.mesh_search.candidates import placed
 from autoshard.problem import Problem
-from autoshard.progress import Progress, part, silent
-from autoshard.render import progress_line
-from autoshard.rewrite import Rewriting
-from autoshard.search import Searcher, Solution, searcher_of
+from autoshard.progress import Progress, silent
+from autoshard.search import Searcher, Solution
 from autoshard.search.propagation import follow_layouts
 from autoshard.strategy import Record
 from autoshard.trace import Batch, Traced, outside_mesh
 from autoshard.verify import propagated
 
-SEARCHING = 0.5  # of the progress of a search that is confirmed
 
-
-@agreed
 def search(
     fn: Callable,
     *args: Any,
@@ -163,143 +141,13 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
-    options: dict[str, Any] = dict(
+    request = Request.of(
         cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, batch_axes=batch_axes, batch=batch, memory_limit_bytes=memory_limit_bytes,
-        donate_argnums=donate_argnums, interruptible=interruptible, microbatches=microbatches, remat=remat, offload=offload, stages=stages,
-        schedule=schedule, plan=plan, start=start,
+        donate_argnums=donate_argnums, time_limit_seconds=time_limit_seconds, interruptible=interruptible, confirm=confirm,
+        microbatches=microbatches, remat=remat, offload=offload, stages=stages, schedule=schedule, plan=plan, start=start, kernels=kernels,
+        balance=balance, padding=padding,
     )  # fmt: skip
-    rewriting = Rewriting.of(kernels, balance, padding)
-    limit_seconds, how = checked_seconds(time_limit_seconds), confirm_of(confirm)
-    with shown(progress) as callback, outside_mesh(keep_auto=True):
-        once = fn if isinstance(fn, TracedOnce) else TracedOnce(fn)
-        given = () if mesh is None or isinstance(mesh, int) else given_mesh(mesh).all_names
-        axes = (*Asked.of(pins, batch_axes, batch).axes, *given)
-        variants = Variants(once, args, cluster, donate_argnums, batch, axes, rewriting)
-
-        def searched(one: TracedOnce, seconds: float | None, progress: Progress, how: Confirm | None = None) -> Strategy:
-            return _searched(one, args, time_limit_seconds=seconds, progress=progress, confirm=how, **options)
-
-        share = 1.0 if how is None else SEARCHING
-        limit = None if limit_seconds is None else limit_seconds * share
-        found = fastest_variant(variants, searched, limit, part(callback, 0.0, share))
-        if isinstance(found, TracedOnce):
-            return searched(found, limit_seconds, callback, how)
-        strategy, one = found
-        if how is None:
-            return strategy
-        left = None if limit_seconds is None else (1 - share) * limit_seconds
-        return searched(one, left, part(callback, share, 1 - share), how)
-
-
-def _searched(
-    fn: TracedOnce,
-    args: tuple,
-    *,
-    cluster: Any,
-    searcher: str | Searcher,
-    mesh: Any,
-    pins: Pins | None,
-    batch_axes: Any,
-    batch: Batch,
-    memory_limit_bytes: float | None,
-    donate_argnums: Any,
-    progress: Progress,
-    time_limit_seconds: float | None,
-    interruptible: bool,
-    confirm: Confirm | None = None,
-    microbatches: Microbatches,
-    remat: str | None,
-    offload: str | None,
-    stages: int | None,
-    schedule: str | None,
-    plan: str,
-    start: Strategy | None,
-) -> Strategy:
-    """The best strategy of a program as it is, of which no rewrites are tried; arguments are `search`'s."""
-    chosen, how = searcher_of(searcher), confirm_of(confirm)
-    microbatches, remat, start = checked_number(microbatches), checked_remat(remat), checked(start, chosen)
-    offload = checked_offload(offload, remat)
-    limit_seconds = checked_seconds(time_limit_seconds)
-    given = limit_seconds if how is None or limit_seconds is None else limit_seconds / 2
-    if given is not None:
-        chosen = chosen.limited(given)
-    n_stages = stages if is_one_program(schedule, stages, plan) and stages is not None else 1
-    is_full = checked_plan(plan, stages, mesh)
-    checked_schedule(schedule, is_full or stages is not None)
-    if n_stages == 1 and (is_full or stages is not None):
-        wanted = Asked.of(pins, batch_axes, batch)
-        option = "plan" if is_full else "stages"
-        check_pipeline(2 if is_full else stages, schedule, how, start, wanted, option, offload)
-        with rarely_collecting():
-            call = Call(fn, args, cluster, chosen, mesh, wanted, memory_limit_bytes, donate_argnums, microbatches, schedule,
-                        remat, endings(given, interruptible), given, progress)  # fmt: skip
-            if stages is not None:
-                return in_stages(call, stages)
-            same = dict(searcher=searcher, mesh=mesh, pins=pins, batch_axes=None, batch=batch, remat=remat, microbatches=microbatches)
-            more = dict(memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums, interruptible=interruptible)
-            none = dict(offload=None, stages=None, schedule=None, plan="sharding", start=None)
-            return full(call, partial(_searched, fn, args, cluster=cluster, **(same | more | none)), remat)
-    with rarely_collecting():
-        wanted = Asked.of(pins, batch_axes, batch)
-        ends, n_finalists, until = endings(given, interruptible), 1 if how is None else how.finalists, math.inf
-        n_kept = MOST_OVERLAPPED if how is None and chosen.includes_baselines else n_finalists
-
-        def searched(within: float | None, progress: Progress) -> Board | Strategy:
-            """The finalists within a limit, None for the user's; where nothing is to be confirmed, or Ctrl-C ended the search, the best."""
-            nonlocal until
-            limit = memory_limit_bytes if within is None else within
-            seconds = given if until == math.inf else max((until - time.perf_counter()) / 2, 0.0)
-            own = part(progress, 0.0, 1.0 if how is None else SEARCHING)
-            asked = partial(prepare, fn, args, cluster, chosen, mesh, wanted, limit, donate_argnums)
-
-            def attempts(
-                number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, **divided: int
-            ) -> Attempts:
-                ask, reserves = partial(asked, **divided), limit is None
-                return Attempts(ask, chosen, number, remat, offload, mesh, start, reserves, progress, ends, seconds, n_kept, whole)
-
-            if n_stages > 1:
-                assert schedule is not None, "that of one program"
-                devices = cluster_of(cluster)
-                check_parts(devices, n_stages, microbatches)
-                axes = wanted.axes if mesh is None or isinstance(mesh, int) else (*wanted.axes, *given_mesh(mesh).all_names)
-                traced, facts, _ = traced_of(fn, args, donate_argnums, axes, devices, batch=wanted.batch)
-                tried = partial(attempts, whole=(traced, facts), stages=n_stages)
-                (prepared, solution, problem), started = fastest(tried, traced, n_stages, schedule, microbatches, seconds, own)
-            else:
-                one = attempts(microbatches, seconds, own)
-                (prepared, solution, problem), started = one.found(), one.started
-            solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
-            stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
-            solutions = prepared.overlapped((solution, *solution.others), problem, n_finalists)
-            strategies = [prepared.strategy(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
-            if how is None:
-                return strategies[0]
-            finders = [each.finder or chosen.name for each in solutions]
-            is_over = bool(solution.stats.get("ended_early")) and (seconds is None or searching < seconds)
-            if how.by == "devices":
-                strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
-            if is_over:
-                return noted(strategies[0], "not confirmed: the search was interrupted")
-            if limit_seconds is not None:
-                until = min(until, started + limit_seconds)
-            return Board(
-                strategies,
-                finders=finders,
-                fn=fn,
-                args=args,
-                memory_limit_bytes=memory_limit_bytes,
-                until=None if limit_seconds is None else until,
-                progress=part(progress, SEARCHING, 1 - SEARCHING),
-                together=how.by == "devices",
-            )
-
-        if how is None:
-            found = searched(None, progress)
-            assert isinstance(found, Strategy)
-            return found
-        devices = cluster_of(cluster)
-        return Rounds(searched, how, devices, limit_of(devices, memory_limit_bytes)).found(progress)
+    return answered(fn, args, request, progress)
 
 
 @outside_mesh(keep_auto=True)
@@ -382,18 +230,6 @@ class _Given:
     """The 'searcher' of a sharding that was given."""
 
     name: str = GIVEN
-
-
-@contextmanager
-def shown(progress: Progress | bool) -> Iterator[Progress]:
-    """The callback that is given; the one that draws a line where it is True."""
-    if callable(progress):
-        yield progress
-    elif progress:
-        with progress_line() as callback:
-            yield callback
-    else:
-        yield silent
 
 
 def flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:

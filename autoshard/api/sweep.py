@@ -16,14 +16,14 @@ import jax
 
 from autoshard.api.meshes import given_mesh
 from autoshard.api.prepared import whole_of
-from autoshard.api.search import search, shown
+from autoshard.api.search import search
 from autoshard.api.strategy import Strategy, load
 from autoshard.api.tracing import TracedOnce
 from autoshard.api.user_pins import Asked
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.progress import Progress, part, silent
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
+from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
 from autoshard.strategy import version
 
 HOUR, DAY = 3600.0, 86_400.0

@@ -4,51 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 from autoshard.api.agreement import everyones
 from autoshard.api.prepared import cluster_of, whole_of
+from autoshard.api.request import Request
 from autoshard.api.strategy import Strategy
 from autoshard.api.tracing import TracedOnce
 from autoshard.errors import AutoshardError
 from autoshard.progress import Progress, part
-from autoshard.rewrite import PROPOSALS, Rewrite, Rewriting
-from autoshard.trace import Batch, checked_batch
+from autoshard.rewrite import PROPOSALS, Rewrite
 
 LEAST_SECONDS = 1e-6  # of a search that comes when the time is over, for its first answer
-
-
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """The variants of one program that a search may choose from.
-
-    Attributes:
-        once: the function as it is written.
-        args, cluster, donate_argnums, batch: as in `autoshard.search`.
-        axes: the mesh axes that constraints inside the function may name.
-        rewriting: what the user asks of rewrites.
-    """
-
-    once: TracedOnce
-    args: tuple
-    cluster: Any
-    donate_argnums: Any
-    batch: Batch
-    axes: tuple[str, ...]
-    rewriting: Rewriting
-
-    def proposals(self, kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
-        """The variants that one more rewrite of a kind makes of a program that is rewritten so far."""
-        traced = whole_of(self.once.rewritten(before), self.args, self.donate_argnums, self.axes, checked_batch(self.batch))
-        return [(*before, rewrite) for rewrite in PROPOSALS[kind](traced, cluster_of(self.cluster), self.rewriting)]
 
 
 Search = Callable[[TracedOnce, float | None, Progress], Strategy]
 """From a function, seconds to search it in, and a progress callback, to its strategy."""
 
 
-def fastest(variants: Variants, search: Search, seconds: float | None, progress: Progress) -> tuple[Strategy, TracedOnce] | TracedOnce:
+def fastest(
+    once: TracedOnce, args: tuple, request: Request, search: Search, progress: Progress
+) -> tuple[Strategy, TracedOnce] | TracedOnce:
     """The fastest variant's strategy and function; the function alone, not searched, where there is nothing to rewrite.
 
     Kinds of rewrites are chosen one after the other, each on top of those before it.
@@ -56,19 +31,23 @@ def fastest(variants: Variants, search: Search, seconds: float | None, progress:
     Raises:
         AutoshardError: no variant has a strategy; that of the program as it is written.
     """
-    until: float | None = None
+    until, seconds = None, request.searching_seconds
     chosen: tuple[Rewrite, ...] = ()
     found: dict[tuple[Rewrite, ...], Strategy | AutoshardError] = {}
+
+    def proposals(kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
+        traced = whole_of(once.rewritten(before), args, request.donate_argnums, request.axes, request.asked.batch)
+        return [(*before, rewrite) for rewrite in PROPOSALS[kind](traced, cluster_of(request.cluster), request.rewriting)]
 
     def tried(rewrites: tuple[Rewrite, ...], share: float, start: float) -> None:
         left = None if until is None else max(LEAST_SECONDS, until - time.perf_counter()) * share
         try:
-            found[rewrites] = search(variants.once.rewritten(rewrites), left, part(progress, start, (1 - start) * share))
+            found[rewrites] = search(once.rewritten(rewrites), left, part(progress, start, (1 - start) * share))
         except AutoshardError as error:
             found[rewrites] = error
 
     for kind in range(len(PROPOSALS)):
-        new = variants.proposals(kind, chosen)
+        new = proposals(kind, chosen)
         if not new:
             continue
         if until is None and seconds is not None:  # from here on, since tracing does not count
@@ -80,11 +59,11 @@ def fastest(variants: Variants, search: Search, seconds: float | None, progress:
             tried(rewrites, 1 / (len(untried) - k), k / len(untried))
         chosen = _best(found, [chosen, *new])
     if not found:
-        return variants.once
+        return once
     best = found[chosen]
     if isinstance(best, AutoshardError):
         raise best
-    return best, variants.once.rewritten(chosen)
+    return best, once.rewritten(chosen)
 
 
 def _best(found: dict[tuple[Rewrite, ...], Strategy | AutoshardError], among: list[tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:

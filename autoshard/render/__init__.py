@@ -316,6 +316,18 @@ LEAST_DONE = 0.05  # share of the work below which no remaining time is shown
 
 
 @contextmanager
+def shown(progress: Callable[[str, float], None] | bool) -> Iterator[Callable[[str, float], None]]:
+    """The callback that is given; the one that draws a line where it is True."""
+    if callable(progress):
+        yield progress
+    elif progress:
+        with progress_line() as callback:
+            yield callback
+    else:
+        yield lambda _, __: None
+
+
+@contextmanager
 def progress_line(file: TextIO | None = None) -> Iterator[Callable[[str, float], None]]:
     """A callback ``(activity, fraction done)`` that keeps a progress line up to date, with the time taken and an estimate of what remains.
 
