@@ -12,7 +12,6 @@ from autoshard.lower import abstract_mesh, obstacle
 from autoshard.primitives import is_matrix, is_self_partitioned
 from autoshard.recompute import checkpoints
 from autoshard.render import format_count, format_percent
-from autoshard.rules import whole_axes
 from autoshard.trace import Traced
 
 TOP = 3  # places in the program that are named for a mesh axis
@@ -154,10 +153,9 @@ def _whole_kernels(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     total = sum(op.trips * facts.flops[op.index] for op in facts.graph.walk() if _multiplies(op) or op.kernel is not None) if ops else 0.0
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for op in ops:
-        choice, reasons = assignment.choice(op.index), whole_axes(op.params)
+        choice, reasons = assignment.choice(op.index), op.kernel.whole if op.kernel else ()
         if reasons and not any(factor >= 0 and n > 1 for (factor, _), n in zip(choice, assignment.mesh.sizes, strict=True)):
-            why = "; ".join(f"grid axis {axis} is not split, since {reason}" for axis, reason in reasons.items())
-            found[f"the kernel at {op.origin} runs whole on every device", why] += op.trips * facts.flops[op.index]
+            found[f"the kernel at {op.origin} runs whole on every device", "; ".join(reasons)] += op.trips * facts.flops[op.index]
     shares = {words: format_percent(work / total) for words, work in found.items() if work >= WORTH * total > 0}
     return [f"{where} ({share} of the work): {why}" for (where, why), share in shares.items()]
 

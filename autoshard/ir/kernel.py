@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoshard.ir.rule import Rule
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -15,6 +17,11 @@ class Kernel:
         dtype: that of the products' operands, at whose rate they run; of what it reads, without products.
         nbytes: bytes to and from a device's memory: those of each block, as often as it is loaded or stored.
         interpreted: whether it becomes operations of the program around it, which compilers see.
+        rule: how it can be split, where that was read with the results that nobody reads.
+        whole: why what cannot be split cannot be, in words.
+        unread: the numbers of the results that nobody reads, which may hold anything.
+        guessed: what of the work is not known: "loop" where one of unknown length counts once, "grid" alike, "branch" where one that depends
+            on data counts as taken.
     """
 
     matrix_flops: float
@@ -22,6 +29,10 @@ class Kernel:
     dtype: str
     nbytes: float
     interpreted: bool = False
+    rule: Rule | None = None
+    whole: tuple[str, ...] = ()
+    unread: tuple[int, ...] = ()
+    guessed: frozenset[str] = frozenset()
 
     @property
     def flops(self) -> float:

@@ -159,11 +159,6 @@ def _tile(op: Sharded) -> dict[str, Any]:
     return {"reps": tuple(n // m for n, m in zip(made, (1,) * (len(made) - len(shard)) + shard, strict=True))}
 
 
-def _kernel(op: Sharded) -> dict[str, Any]:
-    entering = [op.local(shape, layout) for shape, layout in zip(op.operands, op.entering, strict=True)]
-    return kernels.on_shards(op.params, entering, [op.local(shape, layout) for shape, layout in zip(op.results, op.leaving, strict=True)])
-
-
 def _results(op: Sharded) -> dict[str, Any]:
     """The types of a foreign function's results."""
     pairs = zip(op.params["result_avals"], op.results, op.leaving, strict=True)
@@ -176,7 +171,6 @@ RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
     "empty": _shape("shape"),
     "ffi_call": _results,
     "pad": _pad,
-    "pallas_call": _kernel,
     "reshape": _shape("new_sizes"),
     "slice": _slice,
     "split": _split,
@@ -361,6 +355,17 @@ def with_one_batch(bind: Bind, x: Any, n: int) -> list[Any]:
     return [lax.reshape(made, (*batch, *made.shape[1:]))]
 
 
+def _kernel(op: Sharded, *shards: Any) -> list[Any]:
+    """A kernel with a smaller grid."""
+    read, made = [x.shape for x in shards], [op.local(shape, layout) for shape, layout in zip(op.results, op.leaving, strict=True)]
+
+    def positions(tensor: int, dim: int) -> Any:
+        layout, shape = ((*op.entering, *op.leaving)[tensor], (*read, *made)[tensor])
+        return op.positions(layout, (shape[dim],), 0, dim, np.int32)
+
+    return list(op.bind(*kernels.shifted(op.params, shards, made, positions), **kernels.on_shards(op.params, read, made)))
+
+
 def _partitioned(op: Sharded, *shards: Any) -> list[Any]:
     """The results of a function that partitions itself, as its author says for these layouts."""
     mesh = abstract_mesh(op.mesh)
@@ -383,6 +388,7 @@ PLACED: Mapping[str, Callable[..., Sequence[Any]]] = {
     "gather": _lookup,
     "iota": _iota,
     "iota_2x32_shape": _iota_2x32,
+    "pallas_call": _kernel,
     "random_bits": _random_bits,
     "random_split": _random_split,
     **dict.fromkeys(of_kind("scatter"), _scatter),

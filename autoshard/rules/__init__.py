@@ -15,7 +15,8 @@ from autoshard.rules import (
     shape,
     window,
 )
-from autoshard.rules.kernels import grid_axes, kernel_of, whole_axes
+from autoshard.rules.kernel_work import kernel_of
+from autoshard.rules.kernels import grid_of
 from autoshard.rules.lookup import rules_of
 from autoshard.rules.mapped import in_order
 from autoshard.rules.partitioner import propagates, runs_per_shard
@@ -41,7 +42,7 @@ FAMILIES = (
 
 __all__ = [
     "FAMILIES",
-    "grid_axes",
+    "grid_of",
     "in_order",
     "kernel_of",
     "partitioned",
@@ -53,5 +54,4 @@ __all__ = [
     "runs_per_shard",
     "same_on_shards",
     "splits",
-    "whole_axes",
 ]

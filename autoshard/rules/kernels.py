@@ -1,40 +1,44 @@
-"""The rule and the work of a Pallas kernel, read from its grid, its index maps and its body.
+"""The rule of a Pallas kernel, read from its grid, its index maps and its body.
 
-A grid axis is a factor where each program along it computes blocks of its own: the axis alone indexes one dimension of every result, and at
-most one of each operand. A dimension of ``G`` blocks of ``w`` elements is the factors ``[gw]``, of which ``w`` stays whole. Where several
-programs share a block, as query heads share a key head by the index ``h // 4``, the axis is two factors, ``[g]`` of the shared blocks and
-its minor ``[m]``; a result that they share leaves the minor one whole.
+A grid axis is a factor where each program along it computes blocks of its own: the axis alone indexes one dimension of every result that is
+read, and at most one of each operand. A dimension of ``G`` blocks of ``w`` elements is the factors ``[gw]``, of which ``w`` stays whole. Where
+several programs share a block, as query heads share a key head by the index ``h // 4``, the axis is two factors, ``[g]`` of the shared blocks
+and its minor ``[m]``; a result that they share leaves the minor one whole, and so does a body that depends on the position modulo ``m``.
+
+Prefetched scalars stay whole. A shard's programs read them at their own positions, and each device shifts them by its first program's: so an
+axis along whose positions they are read one after the other, as the lengths of examples are, may be split.
 
 An axis stays whole where results would not be equal:
 
-- the body reads its position (`pl.program_id`), which is another one on a shard;
-- an index depends on it together with other axes, or on prefetched scalars;
+- the body depends on its position (`pl.program_id`), which is another one on a shard;
+- an index depends on it together with other axes;
 - a block is not read or written evenly along it;
-- scratch memory may carry something from one program to the next: the axis is not declared ``"parallel"``, and the body reads the position
-  along an axis outside it. Where it reads none, the scratch is initialised whenever the axes inside begin again.
+- memory that programs share, scratch and results that nobody reads, may pass something along it: the axis is not declared ``"parallel"``, and
+  the body depends on the position along an axis outside it, and is not seen to overwrite the memory where the axis begins. (Where it depends
+  on no such position, the memory is initialised whenever the axes inside begin again.)
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr
 
 from autoshard.ir import Factor, Rule, Value
-from autoshard.ir.kernel import Kernel
-from autoshard.primitives import is_inlined, primitive
-from autoshard.rules import attention
-from autoshard.rules.declared import declared_of
+from autoshard.rules.kernel_body import NOTHING, Known, Memory, Walk, varying_axes
 from autoshard.rules.registry import Dim, assemble, rule, whole
+
+Drift = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Index:
+class Index:
     """The block index of one dimension of a tensor.
 
     Attributes:
@@ -49,120 +53,252 @@ class _Index:
     shared: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What was read of one call of a kernel.
+
+    Attributes:
+        indices: by tensor, inputs first and then results, and by dimension.
+        ways: per axis that can be split its factors from major to minor, each with how many programs share what is below it.
+        whole: per axis that cannot be split, why.
+        period: per axis, of how many programs parts are multiples.
+        drifts: per axis and prefetched operand, how far along each of its dimensions a period of programs reads further on.
+        loads: how often a block of each tensor is loaded or stored.
+        walk: of the body, over all programs.
+    """
+
+    indices: tuple[tuple[Index, ...], ...]
+    ways: Mapping[int, tuple[tuple[int, Factor], ...]]
+    whole: Mapping[int, str]
+    period: Mapping[int, int]
+    drifts: Mapping[int, Mapping[int, Drift]]
+    loads: tuple[int, ...]
+    walk: Walk
+
+
 @rule("pallas_call")
 def pallas_call(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rule:
     """Grid axes that index blocks are factors: ``([gw, k], [k, j])->([gw, j]) need_replication={w, k, j}``."""
-    mapping = params["grid_mapping"]
-    indices = [_indices(block, mapping.grid) for block in mapping.block_mappings]
-    ways = _split_ways(indices, params)
-    made = [[_dimension(index, ways) for index in tensor] for tensor in indices]
-    front = [whole(operand.shape) for operand in operands[: len(operands) - mapping.num_inputs]]
-    return assemble([*front, *made[: mapping.num_inputs]], made[mapping.num_inputs :])
+    return kernel_rule(params, [operand.shape for operand in operands])
 
 
-def grid_axes(params: Mapping[str, Any]) -> dict[int, tuple[int, int]]:
-    """Per grid axis that can be split, a tensor, inputs counted first and then results, and its dimension that the axis indexes alone."""
-    mapping = params["grid_mapping"]
-    indices = [_indices(block, mapping.grid) for block in mapping.block_mappings]
-    ways = _split_ways(indices, params)
-    places = [(index.axes, (tensor, dim)) for tensor, dims in enumerate(indices) for dim, index in enumerate(dims)]
-    return {axis: next(place for axes, place in reversed(places) if axes == {axis}) for axis in ways}
+def kernel_rule(params: Mapping[str, Any], operands: Sequence[Sequence[int]], unread: tuple[int, ...] = ()) -> Rule:
+    """The rule of a call; ``unread`` are the numbers of results that nobody reads."""
+    grid, n = grid_of(params, unread), params["grid_mapping"].num_inputs
+    made = [[_dimension(index, grid.ways) for index in tensor] for tensor in grid.indices]
+    front = [whole(shape) for shape in operands[: len(operands) - n]]
+    return assemble([*front, *made[:n]], made[n:])
 
 
-def _dimension(index: _Index, ways: Mapping[int, Sequence[tuple[int, Factor]]]) -> Dim:
+def _dimension(index: Index, ways: Mapping[int, Sequence[tuple[int, Factor]]]) -> Dim:
     """The factors of one dimension: those of its axis that it has, then the block."""
     axis = next(iter(index.axes)) if len(index.axes) == 1 else -1
-    if axis not in ways:
+    if axis not in ways or not index.shared:
         return Factor(index.size, "need_replication")
     blocks = [factor for shared, factor in ways[axis] if shared >= index.shared]
     return (*blocks, Factor(index.block, "need_replication"))
 
 
-def whole_axes(params: Mapping[str, Any]) -> dict[int, str]:
-    """Per grid axis of a kernel that cannot be split, why."""
-    mapping = params["grid_mapping"]
-    indices = [_indices(block, mapping.grid) for block in mapping.block_mappings]
-    found = {axis: _reason(axis, indices, params) for axis, size in enumerate(mapping.grid) if size != 1}
-    return {axis: reason for axis, reason in found.items() if reason}
-
-
-def _split_ways(indices: Sequence[Sequence[_Index]], params: Mapping[str, Any]) -> dict[int, list[tuple[int, Factor]]]:
-    """Per grid axis that can be split, its factors from major to minor, each with how many programs share what is below it."""
-    mapping = params["grid_mapping"]
-    ways = {}
-    for axis, size in enumerate(mapping.grid):
-        if size != 1 and not _reason(axis, indices, params):
-            shared = [{index.shared for index in tensor if axis in index.axes} for tensor in indices]
-            edges = [*sorted({1}.union(*shared)), size]
-            least = max(max(each) for each in shared[mapping.num_inputs :])
-            kinds = [(below, above, "pass_through" if below >= least else "need_replication") for below, above in itertools.pairwise(edges)]
-            ways[axis] = [(below, Factor(above // below, kind)) for below, above, kind in reversed(kinds)]
-    return ways
-
-
-def _reason(axis: int, indices: Sequence[Sequence[_Index]], params: Mapping[str, Any]) -> str:
-    """Why a grid axis cannot be split; empty where it can."""
-    mapping, body = params["grid_mapping"], params["jaxpr"]
-    own = [each for each in range(len(mapping.grid)) if each not in mapping.vmapped_dims]
-    read = {own[each] for each in _read_positions(body)}
+def grid_of(params: Mapping[str, Any], unread: tuple[int, ...] = ()) -> Grid:
+    """What can be read of a call's grid, index maps and body."""
     declared = getattr(params.get("compiler_params"), "dimension_semantics", None) or ()
-    parallel = {own[k] for k, semantics in enumerate(declared) if getattr(semantics, "value", semantics) == "parallel"}
-    touched = [[index for index in tensor if axis in index.axes] for tensor in indices]
-    shared = sorted({1}.union(index.shared for tensor in touched for index in tensor))
-    if params.get("mesh") is not None:
-        return "the kernel runs on a mesh of cores"
-    if not isinstance(mapping.grid[axis], int):
-        return "its length is known when it runs"
-    if axis in read:
-        return "the kernel reads its position with pl.program_id"
-    if not all(touched[mapping.num_inputs :]):
-        return "programs along it write the same blocks of a result"
-    if (
-        0 in shared
-        or any(len(tensor) > 1 for tensor in touched)
-        or any(b % a for a, b in itertools.pairwise([*shared, mapping.grid[axis]]))
-    ):
-        return "it is not alone in indexing a dimension, block after block"
-    if mapping.scratch_avals and axis not in parallel and any(outer in read for outer in range(axis)):
-        return 'scratch memory may pass something along it: dimension_semantics does not say that it is "parallel"'
-    return ""
+    parallel = tuple(getattr(semantics, "value", semantics) == "parallel" for semantics in declared)
+    return _read(params["jaxpr"], params["grid_mapping"], parallel, params.get("mesh") is not None, unread)
 
 
-def _read_positions(body: Jaxpr) -> set[int]:
-    """The axes whose `pl.program_id` a kernel reads, its inner programs included."""
-    found = set()
-    for eqn in _equations(body):
-        if eqn.primitive.name == "program_id":
-            found.add(eqn.params["axis"])
-    return found
+@lru_cache(512)
+def _read(body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, unread: tuple[int, ...]) -> Grid:
+    call = _Call(body, mapping, declared, meshed, unread)
+    steps = {axis: call.steps(axis) for axis, size in enumerate(mapping.grid) if size != 1 and isinstance(size, int)}
+    reasons = {axis: call.reason(axis, *steps.get(axis, (0, None))) for axis, size in enumerate(mapping.grid) if size != 1}
+    whole = {axis: reason for axis, reason in reasons.items() if reason}
+    ways = {axis: tuple(call.ways(axis, steps[axis][0])) for axis in reasons.keys() - whole}
+    indices, drifts = tuple(map(tuple, call.indices)), {axis: drift or {} for axis, (_, drift) in steps.items()}
+    return Grid(indices, ways, whole, {axis: period for axis, (period, _) in steps.items()}, drifts, tuple(call.loads), call.walk)
 
 
-def _equations(body: Jaxpr) -> Iterator[Any]:
-    for eqn in body.eqns:
-        yield eqn
-        for inner in jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
+class _Call:
+    """A call of a kernel while it is read.
+
+    Attributes:
+        own: by number of the kernel's own axes, that of the grid's axis: `jax.vmap` adds others.
+        indices, loads: as of `Grid`.
+        walk: of the index maps and of the body, over all programs.
+    """
+
+    def __init__(self, body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, unread: tuple[int, ...]):
+        self.body, self.mapping, self.meshed, self.unread = body, mapping, meshed, unread
+        self.own = [axis for axis in range(len(mapping.grid)) if axis not in mapping.vmapped_dims]
+        self.parallel = {axis for axis, parallel in zip(self.own, declared, strict=False) if parallel}
+        self.walk = self._walk({axis: np.arange(size) for axis, size in enumerate(mapping.grid) if isinstance(size, int)})
+        maps = Walk({})
+        blocks = [self._block_indices(each, maps) for each in mapping.block_mappings]
+        self.indices = [[*self._dimensions(each, found)] for each, found in zip(mapping.block_mappings, blocks, strict=True)]
+        self.loads = [self._loads(found) for found in blocks]
+        for number, positions in maps.read.items():
+            self.walk.read[number] += positions
+        self.walk.run(body, self._arguments(), self._once())
+
+    # -- what is read -------------------------------------------------------------------------------------------------------
+
+    def _walk(self, positions: Mapping[int, np.ndarray]) -> Walk:
+        """A walk over the programs at some positions of the grid's axes."""
+        return Walk({number: self._along(axis, positions[axis]) for number, axis in enumerate(self.own) if axis in positions})
+
+    def _along(self, axis: int, positions: np.ndarray) -> np.ndarray:
+        return positions.reshape([-1 if k == axis else 1 for k in range(len(self.mapping.grid))])
+
+    def _once(self) -> np.ndarray:
+        return np.ones((1,) * len(self.mapping.grid))
+
+    def _arguments(self) -> list[Known]:
+        """The body's arguments: prefetched scalars, inputs, results and scratch memory, of which programs share the last, and what nobody reads."""
+        scalars, results = self.mapping.num_index_operands, self.mapping.num_index_operands + self.mapping.num_inputs
+        shared = {results + number for number in self.unread}
+        found: list[Known] = []
+        for number, variable in enumerate(self.body.invars):
+            is_shared = number in shared or (number >= results + self.mapping.num_outputs and _has_numbers(variable.aval))
+            found.append(Memory(number, number < scalars) if number < scalars or is_shared else NOTHING)
+        return found
+
+    def _block_indices(self, mapping: Any, walk: Walk) -> list[Known]:
+        """The block index of each dimension."""
+        body = mapping.index_map_jaxpr.jaxpr
+        sizes = [*enumerate(self.mapping.grid)]
+        grid: list[Known] = [self._along(k, np.arange(n)) if isinstance(n, int) else frozenset({k}) for k, n in sizes]
+        scalars = [Memory(number, True) for number in range(len(body.invars) - len(grid))]
+        return walk.run(body, [*grid, *scalars], self._once())
+
+    def _dimensions(self, mapping: Any, found: Sequence[Known]) -> Iterator[Index]:
+        """The indices of a tensor's dimensions; ones that depend on all axes where blocks are of a kind that is not known."""
+        shape, everything = mapping.array_aval.shape, frozenset(range(len(self.mapping.grid)))
+        blocks = [size for block in mapping.block_shape if (size := block_size(block)) is not None]
+        if not len(blocks) == len(found) == len(shape):
+            yield from (Index(size, size, everything) for size in shape)
+            return
+        for size, block, kind, index in zip(shape, blocks, mapping.block_shape, found, strict=True):
+            if not isinstance(index, np.ndarray):
+                yield Index(size, block, frozenset(a for a in index if a >= 0) if isinstance(index, frozenset) else everything)
+                continue
+            axes = varying_axes(index)
+            unit = block if type(kind).__name__ == "Element" else 1
+            yield Index(size, block, axes, self._shared(index, next(iter(axes)), size, block, unit) if len(axes) == 1 else 0)
+
+    def _shared(self, index: np.ndarray, axis: int, size: int, block: int, unit: int) -> int:
+        """How many successive programs along the one axis that indexes a dimension have the same block; 0 where blocks are not shared so."""
+        programs = self.mapping.grid[axis]
+        if size % block or programs % (size // block):
+            return 0
+        shared = programs * block // size
+        return shared if np.array_equal(index.ravel(), np.arange(programs) // shared * unit) else 0
+
+    def _loads(self, found: Sequence[Known]) -> int:
+        """How often a tensor's block is loaded or stored: whenever its index changes; the last axis runs fastest, and one of unknown length once."""
+        grid = [size if isinstance(size, int) else 1 for size in self.mapping.grid]
+        axes = [varying_axes(index) if isinstance(index, np.ndarray) else index for index in found]
+        last = max((max(axis, ~axis) for each in axes if isinstance(each, frozenset) for axis in each), default=-1)
+        programs = grid[: last + 1]
+        if not all(isinstance(index, np.ndarray) for index in found) or math.prod(programs) > MANY_PROGRAMS:
+            return math.prod(programs)
+        flat = [np.broadcast_to(index, grid)[(*[slice(None)] * (last + 1), *[0] * (len(grid) - last - 1))].ravel() for index in found]
+        changes = [flat_index[1:] != flat_index[:-1] for flat_index in flat]
+        return 1 + int(np.any(changes, axis=0).sum()) if changes else 1
+
+    # -- what can be split --------------------------------------------------------------------------------------------------
+
+    def reason(self, axis: int, period: int, drifts: Mapping[int, Drift] | None) -> str:
+        """Why an axis of this period cannot be split; empty where it can."""
+        size, touched = self.mapping.grid[axis], self._touched(axis)
+        shared = sorted({1, period}.union(index.shared for tensor in touched for index in tensor))
+        if self.meshed:
+            return "the kernel runs on a mesh of cores"
+        if not isinstance(size, int):
+            return "its length is known when it runs"
+        if not all(touched[self.mapping.num_inputs :]):
+            return "programs along it write the same blocks of a result"
+        if drifts is None:
+            return "prefetched scalars are not read one after the other along it"
+        if period == size:
+            return "the kernel reads its position with pl.program_id"
+        if 0 in shared or any(len(tensor) > 1 for tensor in touched) or any(b % a for a, b in itertools.pairwise([*shared, size])):
+            return "it is not alone in indexing a dimension, block after block"
+        if axis not in self.parallel and self._carries(axis, period):
+            return 'scratch memory may pass something along it: dimension_semantics does not say that it is "parallel"'
+        return ""
+
+    def ways(self, axis: int, period: int) -> Iterator[tuple[int, Factor]]:
+        """The factors of an axis from major to minor, each with how many programs share what is below it."""
+        touched = self._touched(axis)
+        edges = [*sorted({1, period}.union(index.shared for tensor in touched for index in tensor)), self.mapping.grid[axis]]
+        least = max(period, *(index.shared for tensor in touched[self.mapping.num_inputs :] for index in tensor))
+        for below, above in reversed([*itertools.pairwise(edges)]):
+            yield below, Factor(above // below, "pass_through" if below >= least else "need_replication")
+
+    def _touched(self, axis: int) -> list[list[Index]]:
+        """Per tensor, without results that nobody reads, the dimensions that an axis indexes."""
+        unread = {self.mapping.num_inputs + number for number in self.unread}
+        return [[index for index in tensor if axis in index.axes] for number, tensor in enumerate(self.indices) if number not in unread]
+
+    def steps(self, axis: int) -> tuple[int, dict[int, Drift] | None]:
+        """The number of programs after which the body does the same, and how far these read further on in prefetched operands.
+
+        None where they read them otherwise.
+        """
+        size = self.mapping.grid[axis]
+        used = [each for each in self.walk.used if each.shape[axis:] and each.shape[axis] == size]
+        least = next(m for m in _divisors(size) if m == size or all(_steps(each, axis, m) == 0 for each in used))
+        for period in (m for m in _divisors(size) if m % least == 0 and m < size):
+            found = {number: {self._drift(each, axis, period) for each in some} for number, some in self.walk.read.items()}
+            if all(len(some) == 1 and None not in some or not _moves(some) for some in found.values()):
+                return period, {number: next(iter(some)) for number, some in found.items() if _moves(some)}  # type: ignore
+        return size, {} if least == size else None
+
+    def _drift(self, positions: Sequence[np.ndarray | None], axis: int, period: int) -> Drift | None:
+        """How far a period reads further on, by dimension; None where that is not even, or back."""
+        steps = tuple(0 if each is None else _steps(each, axis, period) for each in positions)
+        return None if any(step is None or step < 0 for step in steps) else steps  # type: ignore
+
+    def _carries(self, axis: int, period: int) -> bool:
+        """Whether memory that programs share may pass something from one period to the next."""
+        arguments = self._arguments()
+        shared = {each.number for each in arguments if isinstance(each, Memory) and not each.prefetched}
+        outside = range(axis)
+        if not shared or not any(axis_ in outside for each in self.walk.used for axis_ in varying_axes(each)):
+            return False
+        positions = {k: np.arange(n) for k, n in enumerate(self.mapping.grid) if isinstance(n, int)}
+        inside = {k: np.zeros(1, int) for k in positions if k > axis}
+        walk = self._walk(positions | inside | {axis: np.arange(0, self.mapping.grid[axis], period)})
+        walk.run(self.body, arguments, self._once())
+        return bool(walk.carried)
 
 
-# -- index maps ------------------------------------------------------------------------------------------------------------
+MANY_PROGRAMS = 1 << 20  # of which changes of blocks are not counted one by one
 
 
-def _indices(mapping: Any, grid: Sequence[Any]) -> list[_Index]:
-    """The block index of each dimension of a tensor; one that depends on all axes where the index map is of a kind that is not known."""
-    body, shape = mapping.index_map_jaxpr.jaxpr, mapping.array_aval.shape
-    blocks = [size for block in mapping.block_shape if (size := _block_size(block)) is not None]
-    if not len(blocks) == len(body.outvars) == len(shape):
-        return [_Index(size, size, frozenset(range(len(grid)))) for size in shape]
-    read = _dependences(body)
-    found = []
-    for dim, (size, block) in enumerate(zip(shape, blocks, strict=True)):
-        axes = frozenset(axis for axis in read[dim] if axis < len(grid))
-        shared = _shared(mapping, dim, min(axes), grid, block) if len(read[dim]) == len(axes) == 1 else 0
-        found.append(_Index(size, block, axes, shared))
-    return found
+def _has_numbers(aval: Any) -> bool:
+    """Whether memory has numbers, as that of semaphores has not."""
+    return getattr(getattr(aval, "dtype", None), "kind", "V") in "biufcV" and "sem" not in str(getattr(aval, "memory_space", ""))
 
 
-def _block_size(block: Any) -> int | None:
+def _moves(drifts: set[Drift | None]) -> bool:
+    return any(each is None or any(each) for each in drifts)
+
+
+def _divisors(size: int) -> list[int]:
+    return [m for m in range(1, size + 1) if size % m == 0]
+
+
+def _steps(integer: np.ndarray, axis: int, period: int) -> int | None:
+    """By how much an integer grows in a period of programs along an axis; None where that is not always the same."""
+    size = integer.shape[axis] if integer.ndim else 1
+    if size == 1:
+        return 0
+    later, earlier = (np.take(integer, range(*span), axis).astype(np.int64) for span in ((period, size), (0, size - period)))
+    step = int((later - earlier).flat[0])
+    return step if (later - earlier == step).all() else None
+
+
+def block_size(block: Any) -> int | None:
     """Elements of a block along a dimension, 1 where the kernel does not see the dimension; None for a kind that is not known."""
     match type(block).__name__:
         case "Squeezed":
@@ -172,186 +308,3 @@ def _block_size(block: Any) -> int | None:
         case "Element":
             return block.block_size if tuple(block.padding) == (0, 0) else None
     return None
-
-
-def _shared(mapping: Any, dim: int, axis: int, grid: Sequence[Any], block: int) -> int:
-    """How many successive programs along the one axis that indexes a dimension have the same block; 0 where blocks are not shared so."""
-    programs, size = grid[axis], mapping.array_aval.shape[dim]
-    if not isinstance(programs, int) or size % block or programs % (size // block):
-        return 0
-    shared = programs * block // size
-    unit = block if type(mapping.block_shape[dim]).__name__ == "Element" else 1
-    found = _evaluated(mapping.index_map_jaxpr.jaxpr, dim, axis, programs)
-    return shared if found is not None and np.array_equal(found, np.arange(programs) // shared * unit) else 0
-
-
-def _dependences(body: Jaxpr) -> list[set[int]]:
-    """Per result the inputs that it depends on."""
-    known: dict[Any, set[int]] = {var: {position} for position, var in enumerate(body.invars)}
-
-    def read(atom: Any) -> set[int]:
-        return set() if isinstance(atom, Literal) else known.get(atom, set())
-
-    for eqn in body.eqns:
-        known.update(dict.fromkeys(eqn.outvars, set[int]().union(*map(read, eqn.invars))))
-    return [read(atom) for atom in body.outvars]
-
-
-def _evaluated(body: Jaxpr, result: int, axis: int, programs: int) -> np.ndarray | None:
-    """A result of an index map for each program along an axis; None where an operation in it is not known."""
-    known: dict[Any, Any] = dict.fromkeys(body.invars)
-    known[body.invars[axis]] = np.arange(programs)
-    _run(body, known)
-    atom = body.outvars[result]
-    found = atom.val if isinstance(atom, Literal) else known.get(atom)
-    return None if found is None else np.broadcast_to(found, (programs,))
-
-
-def _run(body: Jaxpr, known: dict[Any, Any]) -> None:
-    """Computes what follows from the variables that are known; the others are None."""
-    for eqn in body.eqns:
-        operands = [atom.val if isinstance(atom, Literal) else known.get(atom) for atom in eqn.invars]
-        if is_inlined(eqn.primitive.name):
-            (inner,) = jaxprs_in_params(eqn.params)
-            inside = dict(zip(inner.invars, operands, strict=True))
-            _run(inner, inside)
-            found = [atom.val if isinstance(atom, Literal) else inside.get(atom) for atom in inner.outvars]
-        elif eqn.primitive.name in INTEGER and all(x is not None for x in operands):
-            found = [INTEGER[eqn.primitive.name](*operands)]
-        else:
-            found = [None] * len(eqn.outvars)
-        known.update(zip(eqn.outvars, found, strict=True))
-
-
-def _quotient(a: Any, b: Any) -> Any:
-    """Division that rounds toward zero, as XLA's does."""
-    return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
-
-
-INTEGER: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "and": np.logical_and,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-    "convert_element_type": lambda x: x,
-    "copy": lambda x: x,
-    "div": _quotient,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
-    "le": np.less_equal,
-    "lt": np.less,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "neg": np.negative,
-    "not": np.logical_not,
-    "or": np.logical_or,
-    "rem": lambda a, b: a - b * _quotient(a, b),
-    "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
-    "sign": np.sign,
-    "sub": np.subtract,
-}
-"""Operations of index maps, on the indices of all programs at once; their logical ones are of booleans."""
-
-
-# -- work ------------------------------------------------------------------------------------------------------------------
-
-
-def kernel_of(eqn: JaxprEqn) -> Kernel | None:
-    """The work of a whole call of a kernel; None of another primitive."""
-    types = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
-    match name := eqn.primitive.name:
-        case "custom_partitioning":
-            given = getattr(eqn.params["partition"], "declared", None)
-            return _composed(eqn.params["call"]) if given is None else given.kernel(*types)
-        case attention.FORWARD | attention.BACKWARD:
-            return attention.attention_kernel(name, eqn.params, *types)
-        case "pallas_call":
-            return _pallas(eqn.params)
-    given = declared_of(name, eqn.params)
-    return given and given.kernel(*types)
-
-
-def _pallas(params: Mapping[str, Any]) -> Kernel:
-    """The work of a `pl.pallas_call`: that of its `pl.CostEstimate`, and without one that of a program times the number of programs.
-
-    A branch counts as its largest one, a loop or a grid axis of a length that is not known once. A block is loaded or stored whenever its
-    index changes; the last axis runs fastest.
-    """
-    mapping = params["grid_mapping"]
-    matrix, vector = _flops(params["jaxpr"])
-    dtype = _product_dtype(params["jaxpr"]) or max(mapping.block_mappings, key=_block_bytes).array_aval.dtype.name
-    if (estimate := params.get("cost_estimate")) is not None:
-        total, others = float(estimate.flops), float(estimate.transcendentals)
-        return Kernel(
-            *((total, others) if matrix else (0.0, total + others)), dtype, float(estimate.bytes_accessed), bool(params["interpret"])
-        )
-    grid = [size if isinstance(size, int) else 1 for size in mapping.grid]
-    programs = math.prod(grid)
-    nbytes = sum(_loads(block, grid) * _block_bytes(block) for block in mapping.block_mappings)
-    return Kernel(programs * matrix, programs * vector, dtype, nbytes, bool(params["interpret"]))
-
-
-def _composed(call: Any) -> Kernel:
-    """The work of a function that partitions itself: its operations, of which products and kernels read and write memory."""
-    body = getattr(call, "jaxpr", call)
-    matrix, vector = _flops(body)
-    inner = map(kernel_of, _equations(body))
-    kernels = [each for each in inner if each is not None]
-    products = [eqn for eqn in _equations(body) if eqn.primitive.name == "dot_general"]
-    moved = sum(_elements([v]) * v.aval.dtype.itemsize for eqn in products for v in (*eqn.invars, *eqn.outvars))
-    outside = sum(_elements([v]) * v.aval.dtype.itemsize for v in (*body.invars, *body.outvars))
-    dtype = _product_dtype(body) or (body.invars or body.outvars)[0].aval.dtype.name
-    return Kernel(
-        matrix + sum(each.matrix_flops for each in kernels),
-        vector + sum(each.vector_flops for each in kernels),
-        dtype,
-        max(outside, moved + sum(each.nbytes for each in kernels)),
-        all(each.interpreted for each in kernels),
-    )
-
-
-def _product_dtype(body: Jaxpr) -> str:
-    """The dtype of the first product's operands; empty without any."""
-    return next((eqn.invars[0].aval.dtype.name for eqn in _equations(body) if eqn.primitive.name == "dot_general"), "")
-
-
-def _loads(mapping: Any, grid: Sequence[int]) -> int:
-    """How often a block of a tensor is loaded or stored."""
-    last = max((axis for read in _dependences(mapping.index_map_jaxpr.jaxpr) for axis in read if axis < len(grid)), default=-1)
-    return math.prod(grid[: last + 1])
-
-
-def _block_bytes(mapping: Any) -> float:
-    blocks = (_block_size(block) for block in mapping.block_shape)
-    elements = math.prod(size if block is None else block for size, block in zip(mapping.array_aval.shape, blocks, strict=True))
-    return elements * mapping.array_aval.dtype.itemsize
-
-
-def _flops(body: Jaxpr) -> tuple[float, float]:
-    """Floating point operations of matrix products, and of everything else, in one run of a kernel's body."""
-    matrix = vector = 0.0
-    for eqn in body.eqns:
-        name = eqn.primitive.name
-        if inner := [_flops(each) for each in jaxprs_in_params(eqn.params)]:
-            times = eqn.params["length"] if name == "scan" else 1
-            combine = max if name == "cond" else sum
-            matrix += times * combine(each[0] for each in inner)
-            vector += times * combine(each[1] for each in inner)
-        elif name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            matrix += 2 * _elements(eqn.outvars) * math.prod(_shape(eqn.invars[0])[dim] for dim in contracted)
-        elif primitive(name).kind == "elementwise":
-            vector += _elements(eqn.outvars)
-        elif primitive(name).kind == "reduction":
-            vector += _elements(eqn.invars)
-    return matrix, vector
-
-
-def _elements(variables: Sequence[Any]) -> int:
-    return math.prod(_shape(variables[0]))
-
-
-def _shape(variable: Any) -> tuple[int, ...]:
-    return getattr(variable.aval, "shape", ())

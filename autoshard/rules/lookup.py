@@ -27,7 +27,7 @@ def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
             continue
         values = [tuple(graph.values[v] for v in side) for side in (op.operands, op.results)]
         name = op.primitive if op.primitive in ours or op.equation is None else op.equation.primitive
-        key: Any = (name, op.mapped, tuple(op.params.items()), *values)
+        key: Any = (name, op.mapped, op.kernel, tuple(op.params.items()), *values)
         try:
             hash(key)
         except TypeError:  # an unhashable parameter: not cached
@@ -39,6 +39,8 @@ def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
 
 
 def _rule(op: Op, operands: tuple, results: tuple) -> Rule | None:
+    if op.kernel is not None and op.kernel.rule is not None:
+        return op.kernel.rule
     if op.primitive not in registered() and (given := declared_of(op.primitive, op.params)) is not None:
         return given.rule([v.shape for v in operands], [v.shape for v in results])
     rule = rule_of(op.primitive, op.params, operands, results)

@@ -313,7 +313,8 @@ class _Emitter:
             results = self._all(step.results)
         equation = None if isinstance(eqn, Boundary) else eqn
         described = eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips
-        return Op(index, *described, bodies, holders, equation, step.mapped, equation and kernel_of(equation))
+        unread = tuple(k for k, result in enumerate(step.results) if not self.live[result])
+        return Op(index, *described, bodies, holders, equation, step.mapped, equation and kernel_of(equation, unread))
 
     def _body(self, block: _Block) -> Body:
         inputs = self._all(block.inputs)

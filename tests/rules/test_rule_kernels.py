@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernel_examples import running_sum
 from rule_examples import example
 
-from autoshard.rules import kernel_of, whole_axes
+from autoshard.rules import grid_of, kernel_of
 
 
 def kernel_in(function, *args):
@@ -24,17 +24,17 @@ def kernel_in(function, *args):
     ("name", "reasons"),
     [
         ("kernel_attention", {}),
-        ("kernel_grouped_sum", {1: "reads its position"}),
-        ("kernel_product", {2: "reads its position"}),
+        ("kernel_grouped_sum", {1: "write the same blocks"}),
+        ("kernel_product", {2: "write the same blocks"}),
         ("kernel_running_sum", {0: "reads its position", 1: "scratch memory"}),
         ("kernel_numbered", {0: "reads its position"}),
-        ("kernel_chosen", {0: "not alone in indexing"}),
+        ("kernel_chosen", {}),
         ("kernel_skewed", {0: "not alone in indexing", 1: "not alone in indexing"}),
     ],
 )
 def test_an_axis_that_stays_whole_says_why(name, reasons):
     """The axes that cannot be split are those, each with its reason."""
-    found = whole_axes(example(name).params)
+    found = grid_of(example(name).params).whole
     assert found.keys() == reasons.keys()
     assert all(reason in found[axis] for axis, reason in reasons.items())
 
@@ -47,8 +47,8 @@ def test_a_declared_parallel_axis_carries_nothing():
         params = dict(kernel_in(running_sum, x).params)
         return params | {"compiler_params": pltpu.CompilerParams(dimension_semantics=declared)}
 
-    assert 1 in whole_axes(summed(("arbitrary", "arbitrary")))
-    assert 1 not in whole_axes(summed(("arbitrary", "parallel")))
+    assert 1 in grid_of(summed(("arbitrary", "arbitrary"))).whole
+    assert 1 not in grid_of(summed(("arbitrary", "parallel"))).whole
 
 
 def products(number, estimate=None):

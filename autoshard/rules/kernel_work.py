@@ -1,0 +1,94 @@
+"""The work of kernels: what a call computes, moves and holds, from its grid and its body, or as its author says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+from autoshard.ir import Rule
+from autoshard.ir.kernel import Kernel
+from autoshard.rules import attention
+from autoshard.rules.declared import declared_of
+from autoshard.rules.kernel_body import NOTHING, Walk
+from autoshard.rules.kernels import block_size, grid_of, kernel_rule
+
+
+def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = ()) -> Kernel | None:
+    """The work of a whole call of a kernel, and its rule where that depends on which results nobody reads; None of another primitive."""
+    types = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
+    match name := eqn.primitive.name:
+        case "custom_partitioning":
+            given = getattr(eqn.params["partition"], "declared", None)
+            return _composed(eqn.params["call"]) if given is None else given.kernel(*types)
+        case attention.FORWARD | attention.BACKWARD:
+            return attention.attention_kernel(name, eqn.params, *types)
+        case "pallas_call":
+            return _pallas(eqn.params, kernel_rule(eqn.params, [aval.shape for aval in types[0]], unread), unread)
+    given = declared_of(name, eqn.params)
+    return given and given.kernel(*types)
+
+
+def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> Kernel:
+    """The work of a `pl.pallas_call`: that of its `pl.CostEstimate`, and without one that of a program times the number of programs.
+
+    A loop or a grid axis of a length that is not known counts once, and a branch that depends on data as its largest.
+    """
+    mapping, grid = params["grid_mapping"], grid_of(params, unread)
+    bytes_of = [_block_bytes(block) for block in mapping.block_mappings]
+    programs = math.prod(size for size in mapping.grid if isinstance(size, int))
+    matrix, vector = programs * grid.walk.matrix_flops, programs * grid.walk.vector_flops
+    nbytes = float(sum(map(math.prod, zip(grid.loads, bytes_of, strict=True))))
+    dtype = _product_dtype(params["jaxpr"]) or max(mapping.block_mappings, key=_block_bytes).array_aval.dtype.name
+    guessed = frozenset(grid.walk.guessed) | ({"grid"} if not all(isinstance(size, int) for size in mapping.grid) else frozenset())
+    if (estimate := params.get("cost_estimate")) is not None:
+        total, others, guessed = float(estimate.flops), float(estimate.transcendentals), frozenset()
+        (matrix, vector), nbytes = (total, others) if matrix else (0.0, total + others), float(estimate.bytes_accessed)
+    whole = tuple(f"grid axis {axis} is not split, since {reason}" for axis, reason in grid.whole.items())
+    return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed)
+
+
+def _composed(call: Any) -> Kernel:
+    """The work of a function that partitions itself: its operations, of which products and kernels read and write memory."""
+    body = getattr(call, "jaxpr", call)
+    walk = Walk({})
+    walk.run(body, [NOTHING] * len(body.invars), np.ones(()))
+    kernels = [each for each in map(kernel_of, equations(body)) if each is not None]
+    products = [eqn for eqn in equations(body) if eqn.primitive.name == "dot_general"]
+    moved = sum(_bytes(v) for eqn in products for v in (*eqn.invars, *eqn.outvars))
+    outside = sum(_bytes(v) for v in (*body.invars, *body.outvars))
+    dtype = _product_dtype(body) or (body.invars or body.outvars)[0].aval.dtype.name
+    return Kernel(
+        walk.matrix_flops + sum(each.matrix_flops for each in kernels),
+        walk.vector_flops + sum(each.vector_flops for each in kernels),
+        dtype,
+        max(outside, moved + sum(each.nbytes for each in kernels)),
+        all(each.interpreted for each in kernels),
+    )
+
+
+def equations(body: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a program, those of its inner programs included, without those of kernels."""
+    for eqn in body.eqns:
+        yield eqn
+        if eqn.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(eqn.params):
+                yield from equations(inner)
+
+
+def _product_dtype(body: Jaxpr) -> str:
+    """The dtype of the first product's operands; empty without any."""
+    return next((eqn.invars[0].aval.dtype.name for eqn in equations(body) if eqn.primitive.name == "dot_general"), "")
+
+
+def _bytes(variable: Any) -> float:
+    return math.prod(variable.aval.shape) * variable.aval.dtype.itemsize
+
+
+def _block_bytes(mapping: Any) -> float:
+    blocks = map(block_size, mapping.block_shape)
+    elements = math.prod(size if block is None else block for size, block in zip(mapping.array_aval.shape, blocks, strict=True))
+    return elements * mapping.array_aval.dtype.itemsize
