@@ -151,3 +151,99 @@ def skewed(x):
         out_shape=like(x)[0],
         interpret=True,
     )(x)
+
+
+def paged(lengths, pages, x):
+    """The sum of the first rows of an example's pages, whose numbers are prefetched, and as many rows as its length says."""
+
+    def kernel(lengths, pages, x, o):
+        example, page = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(page == 0)
+        def _():
+            o[...] = jnp.zeros_like(o)
+
+        kept = jnp.arange(x.shape[1]) < lengths[example]
+        o[...] += jnp.sum(jnp.where(kept[None, :, None], x[...], 0), 1)
+
+    each = pages.size // lengths.size
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=2,
+        grid=(lengths.size, each),
+        in_specs=[pl.BlockSpec((1, *x.shape[1:]), lambda i, j, lengths, pages: (pages[i * each + j], 0, 0))],
+        out_specs=pl.BlockSpec((1, x.shape[2]), lambda i, j, *_: (i, 0)),
+    )
+    made = jax.ShapeDtypeStruct((lengths.size, x.shape[2]), x.dtype)
+    return pl.pallas_call(kernel, grid_spec=spec, out_shape=made, interpret=True)(lengths, pages, x)
+
+
+def neighbours(order, x):
+    """Rows multiplied by the numbers of this program and of the one before it, which a shard would not have."""
+
+    def kernel(order, x, o):
+        i = pl.program_id(0)
+        o[...] = x[...] * order[i] * order[jnp.maximum(i - 1, 0)]
+
+    block = pl.BlockSpec((1, x.shape[1]), lambda i, order: (i, 0))
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(len(x),), in_specs=[block], out_specs=block)
+    return pl.pallas_call(kernel, grid_spec=spec, out_shape=like(x)[0], interpret=True)(order, x)
+
+
+def grouped_gradient(x, group=2):
+    """Sums over groups of heads, in a result that nobody reads in place of scratch memory: emptied where a group begins, per block of rows.
+
+    The block of rows is the outer axis, and its position is read: nothing but the body says that heads pass on nothing.
+    """
+    heads, rows, width = x.shape
+
+    def kernel(x, o, scratch):
+        @pl.when(pl.program_id(1) % group == 0)
+        def _():
+            scratch[...] = jnp.zeros_like(scratch)
+
+        scratch[...] += x[0] * (pl.program_id(0) + 1)
+
+        @pl.when(pl.program_id(1) % group == group - 1)
+        def _():
+            o[0] = scratch[...]
+
+    call = pl.pallas_call(
+        kernel,
+        grid=(rows // 2, heads),
+        in_specs=[pl.BlockSpec((1, 2, width), lambda i, h: (h, i, 0))],
+        out_specs=[pl.BlockSpec((1, 2, width), lambda i, h: (h // group, i, 0)), pl.BlockSpec((2, width), lambda i, h: (0, 0))],
+        out_shape=[jax.ShapeDtypeStruct((heads // group, rows, width), x.dtype), jax.ShapeDtypeStruct((2, width), x.dtype)],
+        interpret=True,
+    )
+    return call(x)[0]
+
+
+def causal(x, y):
+    """Products of blocks of rows with the blocks of columns up to their own, of which others are left out."""
+    size = x.shape[0] // 4
+
+    def kernel(x, y, o):
+        @pl.when(pl.program_id(1) <= pl.program_id(0))
+        def _():
+            o[...] = jnp.dot(x[...], y[...])
+
+    rows, columns = pl.BlockSpec((size, x.shape[1]), lambda i, j: (i, 0)), pl.BlockSpec((y.shape[0], size), lambda i, j: (0, j))
+    made = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
+    block = pl.BlockSpec((size, size), lambda i, j: (i, j))
+    return pl.pallas_call(kernel, grid=(4, 4), in_specs=[rows, columns], out_specs=block, out_shape=made, interpret=True)(x, y)
+
+
+def up_to_itself(x, y):
+    """The same in one loop for each block of rows, as long as its position says."""
+    size = x.shape[0] // 4
+
+    def kernel(x, y, o):
+        def add(j, total):
+            return total + jnp.dot(x[:, pl.ds(j * size, size)], y[pl.ds(j * size, size), :])
+
+        o[...] = jax.lax.fori_loop(0, pl.program_id(0) + 1, add, jnp.zeros(o.shape, o.dtype))
+
+    rows, everything = pl.BlockSpec((size, x.shape[1]), lambda i: (i, 0)), pl.BlockSpec(y.shape, lambda i: (0, 0))
+    made = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
+    block = pl.BlockSpec((size, y.shape[1]), lambda i: (i, 0))
+    return pl.pallas_call(kernel, grid=(4,), in_specs=[rows, everything], out_specs=block, out_shape=made, interpret=True)(x, y)

@@ -20,8 +20,7 @@ class Kernel:
         rule: how it can be split, where that was read with the results that nobody reads.
         whole: why what cannot be split cannot be, in words.
         unread: the numbers of the results that nobody reads, which may hold anything.
-        guessed: what of the work is not known: "loop" where one of unknown length counts once, "grid" alike, "branch" where one that depends
-            on data counts as taken.
+        guessed: what of the work is not known, and how it counts, in words.
     """
 
     matrix_flops: float
@@ -32,7 +31,7 @@ class Kernel:
     rule: Rule | None = None
     whole: tuple[str, ...] = ()
     unread: tuple[int, ...] = ()
-    guessed: frozenset[str] = frozenset()
+    guessed: tuple[str, ...] = ()
 
     @property
     def flops(self) -> float:

@@ -16,7 +16,7 @@ Place = tuple[int, int]
 
 
 def split_axes(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) -> dict[int, Place]:
-    """Per grid axis of a `pl.pallas_call` that is split, a tensor, inputs counted first and then results, and its dimension along which it is.
+    """Per grid axis of a `pl.pallas_call` that is split, a tensor, inputs counted first and then results, and its dimension that is.
 
     Args:
         operands, results: the shapes of the shards.
@@ -58,6 +58,8 @@ def on_shards(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) 
 def shifted(params: Any, shards: Sequence[Any], results: Sequence[Shape], positions: Callable[[int, int], Any]) -> list[Any]:
     """The operands of a shard's call, in which each program finds its prefetched scalars where its position on the shard says.
 
+    They are as many as in the whole call, whose body expects them.
+
     Args:
         results: the shapes of the shards.
         positions: of a tensor, operands counted first and then results, and a dimension the positions in the whole of the shard's elements.
@@ -71,9 +73,12 @@ def shifted(params: Any, shards: Sequence[Any], results: Sequence[Shape], positi
             elements = index.size * programs // mapping.grid[axis]
             parts = positions(first + tensor, dim)[::elements] // elements
             for at, drift in enumerate(drifts):
-                if drift:
+                if drift and grid.scalars[number][at].axes != {axis}:
                     place = first - mapping.num_index_operands + number
                     found[place] = _taken(found[place], at, parts, drift * programs // period)
+    for place, dims in enumerate(grid.scalars, first - mapping.num_index_operands):
+        missing = [(0, index.size - size) for index, size in zip(dims, found[place].shape, strict=True)]
+        found[place] = jnp.pad(found[place], missing) if any(map(any, missing)) else found[place]
     return found
 
 

@@ -1,8 +1,8 @@
 """A walk through a kernel's body with the integers that follow from the positions of its programs, for all programs of the grid at once.
 
-An integer is an array with a dimension for each grid axis, of size 1 where it does not vary along the axis. What else a body computes is not
-known; of that it matters which positions it was computed from. The walk finds three things: what the body does with positions, the work of
-a program on average, and whether memory that programs share is overwritten before it is read.
+An integer is an array with a dimension for each grid axis, of size 1 where it does not vary along the axis. What else a body computes is
+not known; of that it matters which positions it was computed from. The walk finds three things: what the body does with positions, the work
+of a program on average, and whether memory that programs share is overwritten before it is read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Memory:
 
 
 Known = np.ndarray | Memory | frozenset
-"""An integer of each program, a reference, or the grid axes from whose positions something else was computed: ``~axis`` where it was looked up
-there in prefetched scalars."""
+"""An integer of each program, a reference, or the grid axes from whose positions something else was computed: ``~axis`` where it was looked
+up there in prefetched scalars."""
 
 NOTHING: frozenset[int] = frozenset()
 
@@ -52,7 +52,7 @@ class Walk:
         read: by argument of prefetched scalars, the positions at which they are read: an integer, or None, for each dimension.
         matrix_flops, vector_flops: of a program, on average over those that are walked.
         sure: whether it is known how often what is walked now runs.
-        guessed: "loop" where a loop of unknown length counts once, "branch" where one that depends on data counts as taken.
+        guessed: how what is not known of the work counts, in words.
         written: the arguments that are overwritten before they are read, by all programs that are walked.
         carried: the arguments that a program may read before it overwrites them.
     """
@@ -130,7 +130,7 @@ class Walk:
             counts.append((self.matrix_flops, self.vector_flops))
         self.matrix_flops, self.vector_flops = (a + b for a, b in zip(before, max(counts), strict=True))
         if max(counts)[0] > min(counts)[0]:
-            self.guessed.add("branch")
+            self.guessed.add("a branch that depends on data counts as taken")
         return [self._use([x for some in results for x in some])] * len(branches[0].outvars)
 
     def _scan(self, eqn: JaxprEqn, body: Jaxpr, operands: Sequence[Known], times: np.ndarray) -> Sequence[Known]:
@@ -151,7 +151,7 @@ class Walk:
         trips = _trips(condition, body, n_cond, n_body, [*operands[:n_cond], *start])
         inside = [*operands[n_cond : n_cond + n_body], *carry]
         if trips is None:
-            self.guessed.add("loop")
+            self.guessed.add("a loop whose length is not known counts once")
             self._unsure(condition, [*operands[:n_cond], *carry], times)
             self._unsure(body, inside, times)
         elif trips.any():
@@ -171,7 +171,7 @@ class Walk:
         return frozenset(axes)
 
     def _touch(self, eqn: JaxprEqn, operands: Sequence[Known], times: np.ndarray, body: Jaxpr) -> frozenset[int] | None:
-        """Notes what an equation does with memory; the axes from whose positions it looks up a prefetched scalar, None where it does not."""
+        """Notes what an equation does with memory; the axes from whose positions it looks up a scalar, None where it does not."""
         name = eqn.primitive.name
         for place, memory in enumerate(operands):
             if not isinstance(memory, Memory):

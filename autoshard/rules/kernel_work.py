@@ -43,9 +43,11 @@ def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> K
     matrix, vector = programs * grid.walk.matrix_flops, programs * grid.walk.vector_flops
     nbytes = float(sum(map(math.prod, zip(grid.loads, bytes_of, strict=True))))
     dtype = _product_dtype(params["jaxpr"]) or max(mapping.block_mappings, key=_block_bytes).array_aval.dtype.name
-    guessed = frozenset(grid.walk.guessed) | ({"grid"} if not all(isinstance(size, int) for size in mapping.grid) else frozenset())
+    guessed = tuple(sorted(grid.walk.guessed))
+    if not all(isinstance(size, int) for size in mapping.grid):
+        guessed = (*guessed, "an axis of the grid whose length is known when it runs counts as one program")
     if (estimate := params.get("cost_estimate")) is not None:
-        total, others, guessed = float(estimate.flops), float(estimate.transcendentals), frozenset()
+        total, others, guessed = float(estimate.flops), float(estimate.transcendentals), ()
         (matrix, vector), nbytes = (total, others) if matrix else (0.0, total + others), float(estimate.bytes_accessed)
     whole = tuple(f"grid axis {axis} is not split, since {reason}" for axis, reason in grid.whole.items())
     return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed)

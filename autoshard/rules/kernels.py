@@ -1,21 +1,22 @@
 """The rule of a Pallas kernel, read from its grid, its index maps and its body.
 
-A grid axis is a factor where each program along it computes blocks of its own: the axis alone indexes one dimension of every result that is
-read, and at most one of each operand. A dimension of ``G`` blocks of ``w`` elements is the factors ``[gw]``, of which ``w`` stays whole. Where
-several programs share a block, as query heads share a key head by the index ``h // 4``, the axis is two factors, ``[g]`` of the shared blocks
-and its minor ``[m]``; a result that they share leaves the minor one whole, and so does a body that depends on the position modulo ``m``.
+A grid axis is a factor where each program along it computes blocks of its own: the axis alone indexes one dimension of every result that
+is read, and at most one of each operand. A dimension of ``G`` blocks of ``w`` elements is the factors ``[gw]``, of which ``w`` stays whole.
+Where several programs share a block, as query heads share a key head by the index ``h // 4``, the axis is two factors, ``[g]`` of the
+shared blocks and its minor ``[m]``; a result that they share leaves the minor one whole, and so does a body that depends on the position
+modulo ``m``.
 
-Prefetched scalars stay whole. A shard's programs read them at their own positions, and each device shifts them by its first program's: so an
-axis along whose positions they are read one after the other, as the lengths of examples are, may be split.
+Prefetched scalars are split with the axis along whose positions they are read one after the other, as the lengths of examples are. Where
+these are not all of a dimension, as of starts and ends, it stays whole, and each device shifts it by the position of its first program.
 
 An axis stays whole where results would not be equal:
 
 - the body depends on its position (`pl.program_id`), which is another one on a shard;
 - an index depends on it together with other axes;
 - a block is not read or written evenly along it;
-- memory that programs share, scratch and results that nobody reads, may pass something along it: the axis is not declared ``"parallel"``, and
-  the body depends on the position along an axis outside it, and is not seen to overwrite the memory where the axis begins. (Where it depends
-  on no such position, the memory is initialised whenever the axes inside begin again.)
+- memory that programs share, scratch and results that nobody reads, may pass something along it: the axis is not declared ``"parallel"``,
+  and the body depends on the position along an axis outside it, and is not seen to overwrite the memory where the axis begins. (Where it
+  depends on no such position, the memory is initialised whenever the axes inside begin again.)
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Grid:
 
     Attributes:
         indices: by tensor, inputs first and then results, and by dimension.
+        scalars: of prefetched operands.
         ways: per axis that can be split its factors from major to minor, each with how many programs share what is below it.
         whole: per axis that cannot be split, why.
         period: per axis, of how many programs parts are multiples.
@@ -68,6 +70,7 @@ class Grid:
     """
 
     indices: tuple[tuple[Index, ...], ...]
+    scalars: tuple[tuple[Index, ...], ...]
     ways: Mapping[int, tuple[tuple[int, Factor], ...]]
     whole: Mapping[int, str]
     period: Mapping[int, int]
@@ -85,9 +88,9 @@ def pallas_call(*operands: Value, results: tuple[Value, ...], **params: Any) -> 
 def kernel_rule(params: Mapping[str, Any], operands: Sequence[Sequence[int]], unread: tuple[int, ...] = ()) -> Rule:
     """The rule of a call; ``unread`` are the numbers of results that nobody reads."""
     grid, n = grid_of(params, unread), params["grid_mapping"].num_inputs
-    made = [[_dimension(index, grid.ways) for index in tensor] for tensor in grid.indices]
-    front = [whole(shape) for shape in operands[: len(operands) - n]]
-    return assemble([*front, *made[:n]], made[n:])
+    scalars, made = ([[_dimension(index, grid.ways) for index in tensor] for tensor in some] for some in (grid.scalars, grid.indices))
+    lengths = [whole(shape) for shape in operands[: len(operands) - n - len(scalars)]]  # of the grid, known when it runs
+    return assemble([*lengths, *scalars, *made[:n]], made[n:])
 
 
 def _dimension(index: Index, ways: Mapping[int, Sequence[tuple[int, Factor]]]) -> Dim:
@@ -113,8 +116,21 @@ def _read(body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, u
     reasons = {axis: call.reason(axis, *steps.get(axis, (0, None))) for axis, size in enumerate(mapping.grid) if size != 1}
     whole = {axis: reason for axis, reason in reasons.items() if reason}
     ways = {axis: tuple(call.ways(axis, steps[axis][0])) for axis in reasons.keys() - whole}
-    indices, drifts = tuple(map(tuple, call.indices)), {axis: drift or {} for axis, (_, drift) in steps.items()}
-    return Grid(indices, ways, whole, {axis: period for axis, (period, _) in steps.items()}, drifts, tuple(call.loads), call.walk)
+    period, drifts = {axis: each for axis, (each, _) in steps.items()}, {axis: drift or {} for axis, (_, drift) in steps.items()}
+    scalars = tuple(
+        tuple(_looked_up(number, dim, size, mapping.grid, period, drifts) for dim, size in enumerate(variable.aval.shape))
+        for number, variable in enumerate(body.invars[: mapping.num_index_operands])
+    )
+    return Grid(tuple(map(tuple, call.indices)), scalars, ways, whole, period, drifts, tuple(call.loads), call.walk)
+
+
+def _looked_up(number: int, dim: int, size: int, grid: Sequence[Any], period: Mapping[int, int], drifts: Mapping[int, Any]) -> Index:
+    """The index of a dimension of prefetched scalars, of which each period of programs along an axis reads as many in a row."""
+    for axis, found in drifts.items():
+        drift = found[number][dim] if number in found else 0
+        if drift and drift * grid[axis] == size * period[axis]:
+            return Index(size, drift, frozenset({axis}), period[axis])
+    return Index(size, size, frozenset())
 
 
 class _Call:
@@ -152,7 +168,7 @@ class _Call:
         return np.ones((1,) * len(self.mapping.grid))
 
     def _arguments(self) -> list[Known]:
-        """The body's arguments: prefetched scalars, inputs, results and scratch memory, of which programs share the last, and what nobody reads."""
+        """The body's arguments: prefetched scalars, inputs, results and scratch; programs share the last, and results that nobody reads."""
         scalars, results = self.mapping.num_index_operands, self.mapping.num_index_operands + self.mapping.num_inputs
         shared = {results + number for number in self.unread}
         found: list[Known] = []
@@ -185,7 +201,7 @@ class _Call:
             yield Index(size, block, axes, self._shared(index, next(iter(axes)), size, block, unit) if len(axes) == 1 else 0)
 
     def _shared(self, index: np.ndarray, axis: int, size: int, block: int, unit: int) -> int:
-        """How many successive programs along the one axis that indexes a dimension have the same block; 0 where blocks are not shared so."""
+        """How many successive programs along the one axis that indexes a dimension have the same block; 0 where they share it otherwise."""
         programs = self.mapping.grid[axis]
         if size % block or programs % (size // block):
             return 0
@@ -193,15 +209,16 @@ class _Call:
         return shared if np.array_equal(index.ravel(), np.arange(programs) // shared * unit) else 0
 
     def _loads(self, found: Sequence[Known]) -> int:
-        """How often a tensor's block is loaded or stored: whenever its index changes; the last axis runs fastest, and one of unknown length once."""
+        """How often a tensor's block is loaded or stored: whenever its index changes; an axis of unknown length counts as one program."""
         grid = [size if isinstance(size, int) else 1 for size in self.mapping.grid]
         axes = [varying_axes(index) if isinstance(index, np.ndarray) else index for index in found]
         last = max((max(axis, ~axis) for each in axes if isinstance(each, frozenset) for axis in each), default=-1)
         programs = grid[: last + 1]
-        if not all(isinstance(index, np.ndarray) for index in found) or math.prod(programs) > MANY_PROGRAMS:
+        integers = [index for index in found if isinstance(index, np.ndarray)]
+        if len(integers) < len(found) or math.prod(programs) > MANY_PROGRAMS:
             return math.prod(programs)
-        flat = [np.broadcast_to(index, grid)[(*[slice(None)] * (last + 1), *[0] * (len(grid) - last - 1))].ravel() for index in found]
-        changes = [flat_index[1:] != flat_index[:-1] for flat_index in flat]
+        some = (*[slice(None)] * len(programs), *[0] * (len(grid) - len(programs)))
+        changes = [np.diff(np.broadcast_to(index, grid)[some].ravel()) != 0 for index in integers]
         return 1 + int(np.any(changes, axis=0).sum()) if changes else 1
 
     # -- what can be split --------------------------------------------------------------------------------------------------
@@ -249,7 +266,7 @@ class _Call:
         least = next(m for m in _divisors(size) if m == size or all(_steps(each, axis, m) == 0 for each in used))
         for period in (m for m in _divisors(size) if m % least == 0 and m < size):
             found = {number: {self._drift(each, axis, period) for each in some} for number, some in self.walk.read.items()}
-            if all(len(some) == 1 and None not in some or not _moves(some) for some in found.values()):
+            if all((len(some) == 1 and None not in some) or not _moves(some) for some in found.values()):
                 return period, {number: next(iter(some)) for number, some in found.items() if _moves(some)}  # type: ignore
         return size, {} if least == size else None
 

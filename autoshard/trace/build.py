@@ -314,7 +314,11 @@ class _Emitter:
         equation = None if isinstance(eqn, Boundary) else eqn
         described = eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips
         unread = tuple(k for k, result in enumerate(step.results) if not self.live[result])
-        return Op(index, *described, bodies, holders, equation, step.mapped, equation and kernel_of(equation, unread))
+        kernel = equation and kernel_of(equation, unread)
+        if kernel and kernel.guessed:
+            guess = "; ".join(kernel.guessed)
+            self.flat.assumptions.append(f"The work of the kernel at {step.origin} is a guess, which cost_estimate= replaces: {guess}.")
+        return Op(index, *described, bodies, holders, equation, step.mapped, kernel)
 
     def _body(self, block: _Block) -> Body:
         inputs = self._all(block.inputs)

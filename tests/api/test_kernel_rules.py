@@ -100,6 +100,7 @@ def test_a_foreign_function_is_called_with_shards(declared):
     [
         (kernel_examples.attention, [(2, 4, 4, 2), (2, 2, 6, 2), (2, 2, 6, 2)]),
         (kernel_examples.product, [(4, 4), (4, 8)]),
+        (kernel_examples.grouped_gradient, [(4, 4, 3)]),
         (autoshard.kernel_rule(lambda x: x - x.max(-1, keepdims=True), "([i, j])->([i, j]) need_replication={j}"), [(8, 2)]),
     ],
 )

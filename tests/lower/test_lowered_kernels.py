@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import kernel_examples
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
@@ -116,3 +117,28 @@ def test_a_kernel_is_split_like_the_plain_operations():
     ours, theirs = (autoshard.search(lambda w, x, a=attend: step(a, w, x), *args, **options) for attend in (attention, plain))
     assert ours.in_specs == theirs.in_specs and not any("kernel" in note for note in ours.notes)
     assert ours.cost.flops == pytest.approx(theirs.cost.flops, rel=0.2)
+
+
+OPTIONS = [{"mesh": {"data": 4}, "searcher": "data_parallel"}, {"mesh": {"data": 2}, "searcher": "data_parallel", "microbatches": 2}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["shards", "microbatches"])
+def test_prefetched_scalars_are_those_of_the_programs(options):
+    """Each shard, and each microbatch of every second example, finds its examples' lengths and pages; shards have their own."""
+
+    def step(weights, batch):
+        def loss(weights):
+            summed = kernel_examples.paged(batch["lengths"], batch["pages"].reshape(-1), cache)
+            return jnp.mean((batch["x"] * jax.lax.stop_gradient(summed) * weights) ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(weights)
+        return weights - 0.1 * gradient, value
+
+    rng = np.random.default_rng(0)
+    cache = rng.normal(size=(16, 4, 3)).astype(np.float32)
+    lengths, pages = rng.integers(1, 5, 8).astype(np.int32), rng.permutation(16).reshape(8, 2).astype(np.int32)
+    args = np.ones(3, np.float32), {"lengths": lengths, "pages": pages, "x": rng.normal(size=(8, 3)).astype(np.float32)}
+    strategy = autoshard.search(step, *args, cluster=f"cpu:{options['mesh']['data']}", **options)
+    assert "microbatches" in options or {each.kind for each in strategy.cost.collectives} == {"all_reduce"}
+    for found, wanted in zip(strategy.apply(step)(*args), jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)

@@ -344,6 +344,8 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "kernel_chosen": lambda: operation(kernels.chosen, integers(4, 4), normal(4, 8)),
     "kernel_added": lambda: operation(kernels.added, normal(8, 3), normal(8, 3)),
     "kernel_skewed": lambda: operation(kernels.skewed, normal(8, 2)),
+    "kernel_paged": lambda: operation(kernels.paged, integers(4, 4), integers(8, 8), normal(8, 4, 3)),
+    "kernel_neighbours": lambda: operation(kernels.neighbours, integers(4, 4), normal(4, 3)),
 }
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_examples import running_sum
+from kernel_examples import causal, grouped_gradient, running_sum, up_to_itself
 from rule_examples import example
 
 from autoshard.rules import grid_of, kernel_of
+from autoshard.trace import trace
 
 
 def kernel_in(function, *args):
@@ -29,6 +30,8 @@ def kernel_in(function, *args):
         ("kernel_running_sum", {0: "reads its position", 1: "scratch memory"}),
         ("kernel_numbered", {0: "reads its position"}),
         ("kernel_chosen", {}),
+        ("kernel_paged", {1: "write the same blocks"}),
+        ("kernel_neighbours", {0: "prefetched scalars are not read one after the other"}),
         ("kernel_skewed", {0: "not alone in indexing", 1: "not alone in indexing"}),
     ],
 )
@@ -49,6 +52,15 @@ def test_a_declared_parallel_axis_carries_nothing():
 
     assert 1 in grid_of(summed(("arbitrary", "arbitrary"))).whole
     assert 1 not in grid_of(summed(("arbitrary", "parallel"))).whole
+
+
+def test_memory_that_is_overwritten_where_a_group_begins_passes_nothing():
+    """Heads are split by groups, though nothing is declared parallel and another axis's position is read, where nobody reads the rest."""
+    eqn = kernel_in(grouped_gradient, np.ones((4, 4, 3), np.float32))
+    kernel = kernel_of(eqn, (1,))
+    assert next(factor.kind for factor in kernel.rule.factors if factor.size == 2) == "pass_through"
+    assert "grid axis 0" in kernel.whole[0] and len(kernel.whole) == 1
+    assert "grid axis 1 is not split, since programs along it write the same blocks" in kernel_of(eqn).whole[1]
 
 
 def products(number, estimate=None):
@@ -79,3 +91,31 @@ def test_a_cost_estimate_replaces_the_count():
     """What the author of a kernel says of its work is what counts."""
     found = kernel_of(products(1, pl.CostEstimate(flops=1000, transcendentals=10, bytes_accessed=7)))
     assert (found.matrix_flops, found.vector_flops, found.nbytes) == (1000, 10, 7)
+
+
+def test_what_a_position_leaves_out_is_not_work():
+    """A branch that ten of sixteen programs take, and a loop as long as a program's position says, count as often as they run."""
+    x = np.ones((8, 8), np.float32)
+    for function in (causal, up_to_itself):
+        assert kernel_of(kernel_in(function, x, x)).matrix_flops == 10 * 2 * 2 * 8 * 2
+
+
+def test_work_that_depends_on_data_is_said_to_be_a_guess():
+    """A loop whose length is data counts once, a branch as taken; an estimate of the author's is no guess."""
+
+    def kernel(n, x, o):
+        @pl.when(n[0] > 1)
+        def _():
+            o[...] = jax.lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: c @ c, x[...])
+
+    def call(n, x, estimate=None):
+        specs = [pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec((8, 8), lambda: (0, 0))]
+        return pl.pallas_call(kernel, in_specs=specs, out_shape=jax.ShapeDtypeStruct((8, 8), x.dtype), cost_estimate=estimate)(n, x)
+
+    args = np.ones(1, np.int32), np.ones((8, 8), np.float32)
+    found = kernel_of(kernel_in(call, *args))
+    assert [words.split()[1] for words in found.guessed] == ["branch", "loop"] and found.matrix_flops == 2 * 8**3
+    (note,) = trace(call, *args).graph.assumptions
+    assert "test_rule_kernels.py" in note and "a loop whose length is not known counts once" in note
+    estimate = pl.CostEstimate(flops=1, transcendentals=0, bytes_accessed=1)
+    assert not kernel_of(kernel_in(lambda n, x: call(n, x, estimate), *args)).guessed
