@@ -93,7 +93,7 @@ ALLOWED = {
     ("rewrite/padding_rules.py", "_TAKES"): "the rewriting's function for each",
     ("rewrite/padding_rules.py", "_UNCHANGED"): "the rewriting's function for each",
     ("rules/attention.py", "(FORWARD, BACKWARD)"): "the primitives of one kernel",
-    ("rules/kernels.py", "INTEGER"): "what index maps are evaluated by",
+    ("rules/kernel_body.py", "_INTEGER"): "what index maps are evaluated by",
     ("rules/partitioner.py", "GATHERED"): "what XLA's partitioner does",
     ("rules/partitioner.py", "ITERATED"): "what XLA's partitioner does",
     ("rules/partitioner.py", "PASSED_WHOLE"): "what XLA's partitioner does",
