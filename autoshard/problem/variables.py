@@ -16,6 +16,9 @@ from typing import NamedTuple
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, Rule
 
+# What a trip of a loop counts in tables that is planned as if it had none: of layouts in it the fastest are taken, and others are not changed
+RARE_TRIPS = 1e-6
+
 Pin = tuple[frozenset[int], ...]
 """Per mesh axis, the dimensions of a value that the user lets it shard; -1: it may shard none."""
 
@@ -68,7 +71,7 @@ class Edge:
     source_slot: int
     target: int
     target_slots: tuple[int, ...]
-    trips: int
+    trips: float
     late_sum: bool
 
 
@@ -93,7 +96,12 @@ class Signature:
 
     op: int  # one op of this signature
     rule: Rule
-    trips: int
+    trips: float
+
+
+def _weight(trips: float) -> float:
+    """What so many trips count in tables."""
+    return trips or RARE_TRIPS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,12 +202,12 @@ class _Builder:
         if (pin := self.pins.get(value)) is not None:
             self.variables[variable].pins.append((slot, self.values[value].rank, pin))
 
-    def read(self, value: int, like: int, trips: int) -> None:
+    def read(self, value: int, like: int, trips: float) -> None:
         """Adds a read of a value in the layout of another one."""
         if like in self.home:
             self._read(value, *self.home[like], trips)
 
-    def _read(self, value: int, variable: int, slot: int, trips: int) -> None:
+    def _read(self, value: int, variable: int, slot: int, trips: float) -> None:
         if value in self.home and self.home[value] != (variable, slot):
             self.reads.setdefault(value, {}).setdefault((variable, trips), {})[slot] = None
 
@@ -216,9 +224,9 @@ class _Builder:
     def _whole(self, op: Op) -> None:
         """Adds the reads of an op that cannot be sharded: all operands replicated."""
         for value in op.operands:
-            self._read_whole(value, op.trips)
+            self._read_whole(value, _weight(op.trips))
 
-    def _read_whole(self, value: int, trips: int) -> None:
+    def _read_whole(self, value: int, trips: float) -> None:
         if value in self.home:
             variable, slot = self.home[value]
             read = self.values[value]
@@ -242,7 +250,7 @@ class _Builder:
             self.store(holder.value, holder.views)
             if self.values[holder.value].rank == 0:  # a trip reads one element of a scanned vector
                 for flow in holder.sources:
-                    self._read_whole(flow.value, op.flow_trips(flow))
+                    self._read_whole(flow.value, _weight(op.flow_trips(flow)))
                 continue
             variable, slot = self.home[holder.value]
             rank = self.values[holder.value].rank
@@ -250,7 +258,7 @@ class _Builder:
                 target = slot
                 if flow.shift:
                     target = self.variables[variable].slot(("shift", slot, rank, flow.shift))
-                self._read(flow.value, variable, target, op.flow_trips(flow))
+                self._read(flow.value, variable, target, _weight(op.flow_trips(flow)))
 
     def _stacks_sums(self, value: int) -> bool:
         """Whether a value is a stack of partial sums that an outer loop adds up; it is then placed as they are, to be combined after it."""
@@ -266,7 +274,7 @@ class _Builder:
         if position is not None:
             index, base = self.home[op.operands[position]]
             for value in op.operands:
-                self._read(value, index, base, op.trips)
+                self._read(value, index, base, _weight(op.trips))
             self._follow(op, rule, position)
             return
         position = self._leading_operand(op, rule)
@@ -288,7 +296,7 @@ class _Builder:
         index = len(self.variables) - 1
         for position, value in enumerate(op.operands):
             if value in self.home:
-                self._read(value, index, variable.slot(("operand", position)), op.trips)
+                self._read(value, index, variable.slot(("operand", position)), _weight(op.trips))
         for k, value in enumerate(op.results):
             self._place(value, index, variable.slot(("result", k)))
 
@@ -337,7 +345,7 @@ class _Builder:
         key = self.facts.alike[op.index], op.trips
         number = self._signatures.setdefault(key, len(self.signatures))
         if number == len(self.signatures):
-            self.signatures.append(Signature(op.index, rule, op.trips))
+            self.signatures.append(Signature(op.index, rule, _weight(op.trips)))
         return number
 
     def finish(self) -> Decisions:
@@ -363,7 +371,7 @@ class _Builder:
         variables, couplings = tuple(self.variables), self._couplings(edges)
         return Decisions(tuple(self.signatures), variables, tuple(edges), self.home, copies, kinds, numbers, couplings)
 
-    def _edge(self, value: int, source: tuple[int, int], target: int, target_slots: tuple[int, ...], trips: int) -> Edge:
+    def _edge(self, value: int, source: tuple[int, int], target: int, target_slots: tuple[int, ...], trips: float) -> Edge:
         late_sum = self.facts.sums.made_by.get(value, -1) == self.variables[source[0]].leader >= 0
         return Edge(value, *source, target, target_slots, trips, late_sum)
 

@@ -53,11 +53,11 @@ def backward(
     for j, eqn in enumerate(eqns):
         for v in _sources(variables(eqn.invars), spread):
             readers.setdefault(v, set()).add(inside.get(j, OUTSIDE))
-    nodes = [_Node(j, eqn) for j, eqn in enumerate(eqns) if j not in inside]
+    nodes = [Node(j, eqn) for j, eqn in enumerate(eqns) if j not in inside]
     for number, region in enumerate(regions):
         made = [v for j in region for v in eqns[j].outvars if readers.get(v, set()) - {number}]
-        nodes.append(_Node(min(region), _checkpoint(block, [eqns[j] for j in region], kept, again, made, spread)))
-    return _ordered(nodes)
+        nodes.append(Node(min(region), _checkpoint(block, [eqns[j] for j in region], kept, again, made, spread)))
+    return ordered(nodes)
 
 
 def broadcasts(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
@@ -172,14 +172,14 @@ def jaxpr_of(inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[Jaxp
 
 
 @dataclass(frozen=True, slots=True)
-class _Node:
+class Node:
     """An equation with the place where it would be."""
 
     place: int
     eqn: JaxprEqn
 
 
-def _ordered(nodes: Sequence[_Node]) -> list[JaxprEqn]:
+def ordered(nodes: Sequence[Node]) -> list[JaxprEqn]:
     """Equations in an order in which each comes after what it reads, as near to their places as that allows; O(n log n)."""
     maker = {v: k for k, node in enumerate(nodes) for v in node.eqn.outvars}
     readers: dict[int, list[int]] = {}

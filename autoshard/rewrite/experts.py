@@ -1,0 +1,117 @@
+"""Experts without a capacity as experts with one: rows that are sorted by expert are packed, so that the search can split experts.
+
+The boundaries of groups of `jax.lax.ragged_dot` are data, and so neither rows nor experts can be split. Packed, each expert has as many slots
+as the user's ``balance`` says, products are batched over experts, and the way to and from the slots is a lookup: a layer with a capacity,
+for which the search finds expert parallelism. Nothing is dropped: rows for which an expert has no slot are computed in further rounds of a
+loop, which has no trip where loads are within the balance. So a step takes longer where they are not, and its results are always the same.
+
+The first round is part of the program around, and what it makes is there for the backward pass. A further round of the backward pass
+computes its rows of the forward pass again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from autoshard.cluster import Cluster
+from autoshard.errors import TraceError
+from autoshard.ir import Op, Rule
+from autoshard.lower import Path, ops_by_path
+from autoshard.recompute.flat import flat
+from autoshard.recompute.regions import jaxpr_of
+from autoshard.rewrite.options import Rewriting
+from autoshard.rewrite.region import GROUPED, regions_of
+from autoshard.rewrite.rounds import in_rounds
+from autoshard.rewrite.slots import capacity_of
+from autoshard.rules import rules_of
+from autoshard.trace import Traced, rebuilt, subjaxprs
+from autoshard.trace.structure import around, opened
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Rows of experts, packed.
+
+    Attributes:
+        balance: the rows of the fullest expert over the mean that have slots in the first round.
+        packed: per kind of layer, the number of experts and the slots of each.
+    """
+
+    balance: float
+    packed: tuple[tuple[int, int], ...] = ()
+    kind: ClassVar[str] = "experts"
+
+    def apply(self, traced: Traced) -> Traced:
+        """The program on packed rows.
+
+        Raises:
+            TraceError: it has no products that are grouped by experts.
+        """
+        program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), self.balance)
+        jaxpr = program.scope(traced.jaxpr, ())
+        if jaxpr is None:
+            raise TraceError(f"rows of experts are packed for products by experts, and {traced.graph.name!r} has none. Search again.")
+        return rebuilt(traced, jaxpr, traced.microbatches)
+
+    def json(self) -> dict[str, Any]:
+        return {"balance": self.balance, "packed": [list(each) for each in self.packed]}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        return cls(float(fields["balance"]), tuple((int(experts), int(slots)) for experts, slots in fields["packed"]))
+
+    def describe(self) -> str:
+        each = " and ".join(f"rows of {experts:,} experts packed to {slots:,} each" for experts, slots in self.packed)
+        return f"experts: {each} (balance {self.balance:g}); a fuller expert takes another round"
+
+
+def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequence[PackedExperts]:
+    """Packed rows, where the program has products by experts that can be."""
+    if not any(op.primitive == GROUPED for op in traced.graph.walk()):
+        return ()
+    program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), rewriting.balance)
+    if program.scope(traced.jaxpr, ()) is None:
+        return ()
+    return (PackedExperts(rewriting.balance, tuple(dict.fromkeys(program.packed))),)
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A program whose bodies are rewritten.
+
+    Attributes:
+        ops, rules: its ops by their paths, and their rules.
+        balance: that of the loads.
+        packed: the experts and slots of regions so far.
+    """
+
+    ops: Mapping[Path, Op]
+    rules: Sequence[Rule | None]
+    balance: float
+    packed: list[tuple[int, int]] = field(default_factory=list)
+
+    def scope(self, body: Any, path: Path) -> ClosedJaxpr | None:
+        """A body on packed rows; None where nothing is."""
+        if not any(op.primitive == GROUPED and at[: len(path)] == path for at, op in self.ops.items()):
+            return None
+        whole = flat(body, self.ops, path)
+        eqns = [self._equation(eqn, op) for eqn, op in zip(whole.eqns, whole.ops, strict=True)]
+        regions = regions_of(eqns, whole.ops, self.rules)
+        changes = any(new is not old for new, old in zip(eqns, whole.eqns, strict=True))
+        if not regions and not changes:
+            return None
+        slots = [capacity_of(region.rows, region.experts, self.balance) for region in regions]
+        self.packed.extend((region.experts, capacity) for region, capacity in zip(regions, slots, strict=True))
+        rewritten = in_rounds(eqns, whole.outputs, regions, slots) if regions else eqns
+        inner = jaxpr_of(whole.inputs, whole.outputs, rewritten, tuple(whole.constants))
+        return ClosedJaxpr(inner, [*whole.constants.values()])
+
+    def _equation(self, eqn: JaxprEqn, op: Op) -> JaxprEqn:
+        """An equation with its bodies on packed rows."""
+        bodies = subjaxprs(eqn)
+        found = [self.scope(body, (*op.path, number)) for number, body in enumerate(bodies)] if op.bodies else []
+        return around(eqn, [opened(old)[0] if new is None else new.jaxpr for new, old in zip(found, bodies, strict=True)]) if any(found) else eqn

@@ -1,0 +1,238 @@
+"""A list of equations whose regions are computed on packed rows: the first round in place, further rounds in loops.
+
+A loop is at the point where others read what regions make; it computes all such results that are due then, with all that these are made of.
+Results of the backward pass are due later than those of the forward pass, of which it reads: *levels* count how many loops come before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.source_info_util import user_context
+
+from autoshard.recompute.block import variables
+from autoshard.recompute.flat import Atom
+from autoshard.recompute.regions import Node, ordered
+from autoshard.rewrite.packed import combined, enter, evaluated, leave, left, packed_type
+from autoshard.rewrite.region import Region, entering
+from autoshard.rewrite.slots import Slots
+from autoshard.trace import types_of
+from autoshard.trace.trips import rarely
+
+
+def in_rounds(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], regions: Sequence[Region], capacities: Sequence[int]) -> list[JaxprEqn]:
+    """The equations on packed rows, in an order in which each comes after what it reads.
+
+    Args:
+        eqns, outputs: the program, and what is read after it.
+        regions, capacities: the parts that are packed, and the slots of an expert of each.
+    """
+    read = _read(eqns, outputs, regions)
+    packing = [_Packing(eqns, region, capacity, read) for region, capacity in zip(regions, capacities, strict=True)]
+    taken = {k for region in regions for k in region.steps.keys() - region.begun}
+    _place_loops(eqns, packing, taken)
+    kept = [Node(k, eqn) for k, eqn in enumerate(eqns) if k not in taken and (eqn.effects or not read.isdisjoint(eqn.outvars))]
+    return ordered([*kept, *(node for each in packing for node in each.nodes())])
+
+
+def _read(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], regions: Sequence[Region]) -> set[Var]:
+    """The values that are read as they are, rather than packed."""
+    found = {*variables(outputs)}
+    for region in regions:
+        found.update((region.sizes, *(v for v, _ in entering(region, eqns))))
+        for k, step in region.steps.items():
+            found.update(v for v, dim in zip(eqns[k].invars, step.reads, strict=True) if dim is None and isinstance(v, Var))
+    taken = {k for region in regions for k in region.steps.keys() - region.begun}
+    for k in reversed(range(len(eqns))):
+        if k not in taken and (eqns[k].effects or not found.isdisjoint(eqns[k].outvars)):
+            found.update(variables(eqns[k].invars))
+    return found
+
+
+def _place_loops(eqns: Sequence[JaxprEqn], packing: Sequence[_Packing], taken: Collection[int]) -> None:
+    """Gives each result of a region the loop of its level."""
+    level: dict[Var, int] = {}
+    for k, eqn in enumerate(eqns):
+        made = max((level.get(v, 0) for v in variables(eqn.invars)), default=0)
+        for each in packing:
+            if k in each.region.steps:
+                each.due(k, level)
+        if k not in taken:
+            level.update(dict.fromkeys(eqn.outvars, made))
+
+
+@dataclass
+class _Loop:
+    """The further rounds of results that are due at one level.
+
+    Attributes:
+        results: the numbers of the equations that make them of all rows.
+        rows: packed values that are read in sorted order.
+        first: per result or such value what the first round makes of it.
+    """
+
+    results: list[int] = field(default_factory=list)
+    rows: list[Var] = field(default_factory=list)
+    first: dict[Var, Var] = field(default_factory=dict)
+
+
+class _Packing:
+    """The equations of one region on packed rows.
+
+    Args:
+        eqns: the whole program's.
+        region: the part that is packed.
+        capacity: the slots of an expert.
+        read: the values that are read as they are.
+    """
+
+    def __init__(self, eqns: Sequence[JaxprEqn], region: Region, capacity: int, read: Collection[Var]):
+        self.eqns, self.region, self.capacity, self.read = eqns, region, capacity, read
+        self.loops: dict[int, _Loop] = {}
+        self._level: dict[Var, int] = {}
+        self._packed: dict[tuple[Var, int], Var] = {}
+        self._index, self._slot = _variables(self._known, [region.sizes])
+
+    def due(self, k: int, level: dict[Var, int]) -> None:
+        """Notes at which level the results of a step are due, and sets their own."""
+        step, eqn = self.region.steps[k], self.eqns[k]
+        reads = zip(eqn.invars, step.reads, strict=True)
+        before = [self._level[v] if dim is not None and self.region.makes(v, dim) else level.get(v, 0) for v, dim in reads if isinstance(v, Var)]
+        now = max([*before, level.get(self.region.sizes, 0)])
+        for v, dim in zip(eqn.outvars, step.makes, strict=True):
+            if dim is not None:
+                self._level[v] = now
+            if k not in self.region.begun and v in self.read:
+                loop, level[v] = self.loops.setdefault(now, _Loop()), now + 1
+                loop.first[v] = Var(v.aval) if self.capacity < self.region.rows else v
+                if dim is None:
+                    loop.results.append(k)
+                else:
+                    loop.rows.append(v)
+
+    # -- the first round ---------------------------------------------------------------------------------------------------
+
+    def nodes(self) -> list[Node]:
+        """The equations, each with the number of the one that it replaces."""
+        region, eqns = self.region, self.eqns
+        first = min(region.steps)
+        found = [Node(first, _call(eqns[first], self._known, [region.sizes], [self._index, self._slot]))]
+        for (v, dim), k in entering(region, eqns).items():
+            found.append(self._node(k, lambda slots, x, dim=dim: [enter(x, dim, slots)], [v], [self._name(v, dim)]))
+        firsts = {v: name for loop in self.loops.values() for v, name in loop.first.items()}
+        for k, step in region.steps.items():
+            eqn = eqns[k]
+            reads = [v if dim is None else self._name(v, dim) for v, dim in zip(eqn.invars, step.reads, strict=True)]
+            made = [firsts.get(v, Var(v.aval)) if dim is None else self._name(v, dim) for v, dim in zip(eqn.outvars, step.makes, strict=True)]
+            found.append(self._node(k, lambda slots, *x, eqn=eqn, step=step: evaluated(eqn, step, x, slots), reads, made))
+            for v, dim in zip(eqn.outvars, step.makes, strict=True):
+                if dim is not None and v in firsts:
+                    found.append(self._node(k, lambda slots, x, dim=dim: [leave(x, dim, slots)], [self._name(v, dim)], [firsts[v]]))
+        return [*found, *(self._looped(loop) for loop in self.loops.values() if self.capacity < region.rows)]
+
+    def _known(self, sizes: Any) -> list[Any]:
+        slots = Slots(sizes, self.region.rows, self.capacity)
+        return [slots.index, slots.slot]
+
+    def _name(self, v: Var, dim: int) -> Var:
+        """The variable of a packed value."""
+        if (v, dim) not in self._packed:
+            self._packed[v, dim] = Var(packed_type(v, self.region.experts, self.capacity, dim))
+        return self._packed[v, dim]
+
+    def _node(self, k: int, function: Callable[..., list[Any]], reads: Sequence[Atom], made: Sequence[Var]) -> Node:
+        def called(sizes: Any, index: Any, slot: Any, *operands: Any) -> list[Any]:
+            return function(Slots(sizes, self.region.rows, self.capacity).known(index, slot), *operands)
+
+        return Node(k, _call(self.eqns[k], called, [self.region.sizes, self._index, self._slot, *reads], made))
+
+    # -- further rounds ----------------------------------------------------------------------------------------------------
+
+    def _looped(self, loop: _Loop) -> Node:
+        """The further rounds of a loop's results, as one equation."""
+        steps = self._made_of(loop)
+        keys = [*loop.first]
+        read = (each for k in steps for each in self._operands(k))
+        plain = [*dict.fromkeys(v for v, dim in read if isinstance(v, Var) and not (dim is not None and self.region.makes(v, dim)))]
+
+        def function(sizes: Any, *arrays: Any) -> list[Any]:
+            values = dict(zip(plain, arrays, strict=False))
+            slots = Slots(sizes, self.region.rows, self.capacity)
+            rounds = slots.rounds
+
+            def more(carry: tuple) -> Any:
+                return rarely(carry[0] < rounds)
+
+            def one(carry: tuple) -> tuple:
+                now = Slots(sizes, self.region.rows, self.capacity, carry[0])
+                return carry[0] + 1, *self._round(steps, loop, values, dict(zip(keys, carry[1:], strict=True)), now)
+
+            return lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *arrays[len(plain) :]))[1:]
+
+        last = max(steps)
+        source = next((self.eqns[k] for k in steps if self.region.steps[k].kind == "product"), self.eqns[last])
+        return Node(last, _call(source, function, [self.region.sizes, *plain, *loop.first.values()], keys))
+
+    def _round(self, steps: Iterable[int], loop: _Loop, values: dict[Var, Any], carry: dict[Var, Any], slots: Slots) -> list[Any]:
+        """The results of a loop after one more round."""
+        packed: dict[tuple[Var, int], Any] = {}
+        results: dict[Var, Any] = {}
+
+        def operand(v: Atom, dim: int | None) -> Any:
+            if isinstance(v, Literal):
+                return v.val
+            if dim is None:
+                return values[v]
+            if (v, dim) not in packed:
+                packed[v, dim] = enter(values[v], dim, slots)
+            return packed[v, dim]
+
+        for k in steps:
+            eqn, step = self.eqns[k], self.region.steps[k]
+            operands = [operand(v, dim) for v, dim in self._operands(k)]
+            if step.kind == "scatter":
+                operands[0] = carry[eqn.outvars[0]]
+            with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+                made = evaluated(eqn, step, operands, slots)
+            for v, dim, x in zip(eqn.outvars, step.makes, made, strict=True):
+                if dim is not None:
+                    packed[v, dim] = x
+                elif v in carry:
+                    results[v] = combined(eqn, step, carry[v], x, operands, slots)
+        for v in loop.rows:
+            dim = self.region.dims[v]
+            results[v] = left(carry[v], leave(packed[v, dim], dim, slots), dim, slots)
+        return [results[v] for v in carry]
+
+    def _operands(self, k: int) -> list[tuple[Atom, int | None]]:
+        return [*zip(self.eqns[k].invars, self.region.steps[k].reads, strict=True)]
+
+    def _made_of(self, loop: _Loop) -> list[int]:
+        """The equations that a loop's results are made of, in order."""
+        makers = {v: k for k, step in self.region.steps.items() for v, dim in zip(self.eqns[k].outvars, step.makes, strict=True) if dim is not None}
+        waiting = [*loop.results, *(makers[v] for v in loop.rows)]
+        found: set[int] = set()
+        while waiting:
+            k = waiting.pop()
+            if k not in found:
+                found.add(k)
+                waiting += (makers[v] for v, dim in self._operands(k) if dim is not None and self.region.makes(v, dim))
+        return sorted(found)
+
+
+def _variables(function: Callable[..., list[Any]], atoms: Sequence[Atom]) -> list[Var]:
+    """New variables for the results of a function."""
+    return [Var(aval) for aval in jax.make_jaxpr(function)(*types_of(atoms)).out_avals]
+
+
+def _call(eqn: JaxprEqn, function: Callable[..., Sequence[Any]], atoms: Sequence[Atom], made: Sequence[Var]) -> JaxprEqn:
+    """A call of a function in place of an equation: with its source and names."""
+    with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+        (call,) = jax.make_jaxpr(jax.jit(function))(*types_of(atoms)).eqns
+    return call.replace(invars=[*atoms], outvars=[*made])
