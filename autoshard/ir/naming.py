@@ -17,7 +17,18 @@ _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 _NUMBER = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
 _PART = re.compile(r"[^\[\]'\"./]+")
 NEAR = 3  # names that are suggested
+RARELY = "autoshard_rarely"
+"""The scope of a loop that has a trip only where something unusual happens: it is planned, and compared with compilers, as if it had none."""
 _COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
+
+
+def runs_rarely(scopes: str) -> bool:
+    """Whether a loop of these scopes, as JAX and compilers name operations, is planned as if it had no trip.
+
+    >>> runs_rarely("jit(step)/autoshard_rarely/while"), runs_rarely("jit(step)/while")
+    (True, False)
+    """
+    return RARELY in scopes
 
 
 class Names:

@@ -163,7 +163,7 @@ class _Judge:
                 compiled=self._compiled(sent),
             )
             for position, sent in enumerate(self.tasks.sent)
-            if any(self.sizes[axis] > 1 for axis in sent.step.axes) and not sent.added  # one device sends nothing
+            if any(self.sizes[axis] > 1 for axis in sent.step.axes) and not sent.added and sent.trips  # one device sends nothing
         )
 
     def _exposed(self, sent: Sent, exposure: float) -> float:

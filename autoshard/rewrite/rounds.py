@@ -16,6 +16,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.source_info_util import user_context
 
+from autoshard.ir.naming import RARELY
 from autoshard.recompute.block import variables
 from autoshard.recompute.flat import Atom
 from autoshard.recompute.regions import Node, ordered
@@ -23,7 +24,6 @@ from autoshard.rewrite.packed import combined, enter, evaluated, leave, left, pa
 from autoshard.rewrite.region import Region, entering
 from autoshard.rewrite.slots import Slots
 from autoshard.trace import types_of
-from autoshard.trace.trips import rarely
 
 
 def in_rounds(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], regions: Sequence[Region], capacities: Sequence[int]) -> list[JaxprEqn]:
@@ -167,13 +167,14 @@ class _Packing:
             rounds = slots.rounds
 
             def more(carry: tuple) -> Any:
-                return rarely(carry[0] < rounds)
+                return carry[0] < rounds
 
             def one(carry: tuple) -> tuple:
                 now = Slots(sizes, self.region.rows, self.capacity, carry[0])
                 return carry[0] + 1, *self._round(steps, loop, values, dict(zip(keys, carry[1:], strict=True)), now)
 
-            return lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *arrays[len(plain) :]))[1:]
+            with jax.named_scope(RARELY):
+                return lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *arrays[len(plain) :]))[1:]
 
         last = max(steps)
         source = next((self.eqns[k] for k in steps if self.region.steps[k].kind == "product"), self.eqns[last])

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from autoshard.ir import Body, Flow, Holder, Op, Origin, Value
+from autoshard.ir.naming import runs_rarely
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import is_call, is_inlined
 from autoshard.rules import kernel_of
@@ -188,6 +189,8 @@ class _Flat:
         match eqn.primitive.name:
             case "scan":
                 return scan_trips(eqn)
+            case "while" if runs_rarely(origin.name_stack):
+                return 0
             case "while":
                 trips = while_trips(eqn)
                 if trips is None:

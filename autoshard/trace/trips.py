@@ -6,19 +6,9 @@ import math
 from typing import Any
 
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.trace.structure import opened
-
-RARELY = "autoshard: no trip is expected"
-"""The name of the condition of a loop that is planned as if it had no trip."""
-
-
-def rarely(condition: Any) -> Any:
-    """The condition of a loop that runs only where something unusual happens, and so counts as no trip."""
-    return checkpoint_name(condition, RARELY)
-
 
 def scan_trips(eqn: JaxprEqn) -> int:
     """The length of a scan."""
@@ -26,10 +16,8 @@ def scan_trips(eqn: JaxprEqn) -> int:
 
 
 def while_trips(eqn: JaxprEqn) -> int | None:
-    """The trip count of a while loop that counts: ``i < limit``, ``i = i + step``, with literals throughout; else None. 0: it runs `rarely`."""
+    """The trip count of a while loop that counts: ``i < limit``, ``i = i + step``, with literals throughout; else None."""
     (condition, _), (body, _) = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])
-    if any(each.primitive.name == "name" and each.params["name"] == RARELY for each in condition.eqns):
-        return 0
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     if len(condition.eqns) != 1 or condition.eqns[0].primitive.name not in ("lt", "le") or condition.outvars != condition.eqns[0].outvars:
         return None

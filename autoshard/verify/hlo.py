@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 
 from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh, ServedOp
+from autoshard.ir.naming import runs_rarely
 from autoshard.verify.groups import axes_of
 
 KINDS = {
@@ -111,7 +112,9 @@ class Module:
         return []
 
     def trips(self, loop: Instruction) -> int:
-        """The trip count of a while loop: as annotated, else by its counter's start, bound and step; 1 where data decide."""
+        """The trip count of a while loop: as annotated, else by its counter's start, bound and step; 1 where data decide, 0 if it `runs_rarely`."""
+        if (source := _SOURCE.search(loop.rest)) and runs_rarely(source[1]):
+            return 0
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         callees = dict(_CALLEES.findall(loop.rest))

@@ -19,6 +19,7 @@ from jaxlib.mlir.passmanager import PassManager
 
 from autoshard.analysis.values import free_values
 from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
+from autoshard.ir.naming import runs_rarely
 from autoshard.lower.interpret import Interpreter, Path, apply, ops_by_path
 from autoshard.lower.mesh import lowering_mesh, to_named_sharding
 from autoshard.primitives import is_call
@@ -195,7 +196,9 @@ def _is_scattered(value: Any, axes: tuple[str, ...], mesh: Mesh) -> bool:
 
 
 def _trips(loop: Any) -> int:
-    """The trip count of a while loop whose counter has constant start, step and bound; else 1."""
+    """The trip count of a while loop whose counter has constant start, step and bound, 0 of one that `runs_rarely`; else 1."""
+    if runs_rarely(str(loop.location)):
+        return 0
     condition, body = (next(iter(region.blocks)) for region in loop.regions)
     test, entering, leaving = _returned(condition)[0].owner, loop.operands, _returned(body)
     if getattr(test, "name", "") != "stablehlo.compare" or not isinstance(test.operands[0].owner, ir.Block):
