@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
 _PART = re.compile(r"[^\[\]'\"./]+")
 NEAR = 3  # names that are suggested
 RARELY = "autoshard_rarely"
-"""The scope of a loop that has a trip only where something unusual happens: it is planned, and compared with compilers, as if it had none."""
+"""The scope of a loop that has a trip only where something unusual happens: it is planned, and verified, as if it had none."""
 _COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, Rule
 
-# What a trip of a loop counts in tables that is planned as if it had none: of layouts in it the fastest are taken, and others are not changed
+# What a trip counts in tables of a loop that is planned as if it had none: its layouts are the fastest for it, and change no others
 RARE_TRIPS = 1e-6
 
 Pin = tuple[frozenset[int], ...]
@@ -177,7 +177,7 @@ class _Builder:
         self.signatures: list[Signature] = []
         self._signatures: dict[tuple, int] = {}
         self.home: dict[int, tuple[int, int]] = {}
-        self.reads: dict[int, dict[tuple[int, int], dict[int, None]]] = {}
+        self.reads: dict[int, dict[tuple[int, float], dict[int, None]]] = {}
 
     def store(self, value: int, views: Iterable[int] = ()) -> None:
         """Adds a layout variable for a value and its views."""

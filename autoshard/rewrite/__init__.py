@@ -6,12 +6,16 @@ from typing import Any
 from autoshard.errors import StrategyError
 from autoshard.rewrite.base import Rewrite, rewritten
 from autoshard.rewrite.experts import PackedExperts
-from autoshard.rewrite.options import PROPOSALS, Rewriting
+from autoshard.rewrite.experts import proposals as packed_experts
+from autoshard.rewrite.options import Proposals, Rewriting
 from autoshard.rewrite.padding import Padded
 
 __all__ = ["PROPOSALS", "Rewrite", "Rewriting", "from_json", "rewritten", "to_json"]
 
 KINDS: dict[str, type[Rewrite]] = {each.kind: each for each in (PackedExperts, Padded)}
+
+PROPOSALS: tuple[Proposals, ...] = (packed_experts,)
+"""In the order in which they are applied."""
 
 
 def to_json(rewrites: Sequence[Rewrite]) -> tuple[dict[str, Any], ...]:

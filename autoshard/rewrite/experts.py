@@ -1,9 +1,10 @@
 """Experts without a capacity as experts with one: rows that are sorted by expert are packed, so that the search can split experts.
 
-The boundaries of groups of `jax.lax.ragged_dot` are data, and so neither rows nor experts can be split. Packed, each expert has as many slots
-as the user's ``balance`` says, products are batched over experts, and the way to and from the slots is a lookup: a layer with a capacity,
-for which the search finds expert parallelism. Nothing is dropped: rows for which an expert has no slot are computed in further rounds of a
-loop, which has no trip where loads are within the balance. So a step takes longer where they are not, and its results are always the same.
+The boundaries of groups of `jax.lax.ragged_dot` are data, and so neither rows nor experts can be split. Packed, each expert has as many
+slots as the user's ``balance`` says, products are batched over experts, and the way to and from the slots is a lookup: a layer with a
+capacity, for which the search finds expert parallelism. Nothing is dropped: rows for which an expert has no slot are computed in further
+rounds of a loop, which has no trip where loads are within the balance. So a step takes longer where they are not, and its results are
+always the same.
 
 The first round is part of the program around, and what it makes is there for the backward pass. A further round of the backward pass
 computes its rows of the forward pass again.
@@ -114,4 +115,6 @@ class _Program:
         """An equation with its bodies on packed rows."""
         bodies = subjaxprs(eqn)
         found = [self.scope(body, (*op.path, number)) for number, body in enumerate(bodies)] if op.bodies else []
-        return around(eqn, [opened(old)[0] if new is None else new.jaxpr for new, old in zip(found, bodies, strict=True)]) if any(found) else eqn
+        if not any(found):
+            return eqn
+        return around(eqn, [opened(old)[0] if new is None else new.jaxpr for new, old in zip(found, bodies, strict=True)])

@@ -49,6 +49,3 @@ class Rewriting:
 
 Proposals = Callable[[Traced, Cluster, Rewriting], Sequence[Rewrite]]
 """The rewrites of one kind that are worth planning for a program; none where there is nothing to rewrite, which is found out quickly."""
-
-PROPOSALS: tuple[Proposals, ...] = ()
-"""In the order in which they are applied."""

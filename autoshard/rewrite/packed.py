@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
 
 from autoshard.lower import bind_unplaced
 from autoshard.rewrite.region import Step
@@ -35,26 +34,26 @@ def _rows(x: Any, dim: int, index: Any) -> Any:
     return x.at[(*[slice(None)] * dim, index)].get(mode="fill", fill_value=0, wrap_negative_indices=False)
 
 
-def evaluated(eqn: JaxprEqn, step: Step, operands: Sequence[Any], slots: Slots) -> list[Any]:
+def evaluated(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> list[Any]:
     """The results of an equation on operands that are packed where its step says so."""
     match step.kind:
         case "row":
             return _by_row(eqn, step, operands, slots)
         case "product":
-            return [_product(eqn, step, *operands[:2], slots)]
+            return [_product(eqn, operands[0], operands[1], slots)]
         case "weights":
-            return [_weights(eqn, step, *operands[:2], slots)]
+            return [_weights(eqn, step, operands, slots)]
         case "sum":
-            masked = [x if dim is None else _joined(_masked(x, dim, slots.filled), dim) for x, dim in zip(operands, step.reads, strict=True)]
-            return bind_unplaced(eqn, masked)
+            both = zip(operands, step.reads, strict=True)
+            return bind_unplaced(eqn, [x if dim is None else _joined(_masked(x, dim, slots.filled), dim) for x, dim in both])
         case "scatter":
-            return [_scatter(eqn, step, *operands, slots)]
+            return [_scatter(eqn, step, operands, slots)]
         case "gather":
-            return [_gather(eqn, step, *operands, slots)]
-    return [_into(eqn, step, *operands, slots)]
+            return [_gather(eqn, step, operands, slots)]
+    return [_into(eqn, step, operands, slots)]
 
 
-def combined(eqn: JaxprEqn, step: Step, before: Any, now: Any, operands: Sequence[Any], slots: Slots) -> Any:
+def combined(eqn: Any, step: Step, before: Any, now: Any, operands: Sequence[Any], slots: Slots) -> Any:
     """A result of all rows after one more round; that of a scatter has been scattered into what was ``before``."""
     match step.kind:
         case "scatter":
@@ -82,7 +81,7 @@ def _joined(x: Any, dim: int) -> Any:
     return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
 
-def _by_row(eqn: JaxprEqn, step: Step, operands: Sequence[Any], slots: Slots) -> list[Any]:
+def _by_row(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> list[Any]:
     replaced = _resized(eqn, step, slots.capacity)
     if eqn.primitive.name == "gather" and step.reads == (None, step.reads[1]):
         operands, more = _looked_up(eqn, step.reads[1], operands, slots)
@@ -94,7 +93,7 @@ def _by_row(eqn: JaxprEqn, step: Step, operands: Sequence[Any], slots: Slots) ->
     return jax.vmap(one, tuple(None if dim is None else 0 for dim in step.reads), axis_size=slots.experts)(*operands)
 
 
-def _resized(eqn: JaxprEqn, step: Step, size: int) -> dict[str, Any]:
+def _resized(eqn: Any, step: Step, size: int) -> dict[str, Any]:
     """Those of an equation's parameters in which its number of rows is another."""
     name, out = eqn.primitive.name, step.makes[0]
     assert out is not None, "all results have rows"
@@ -116,7 +115,7 @@ def _resized(eqn: JaxprEqn, step: Step, size: int) -> dict[str, Any]:
     return {}
 
 
-def _looked_up(eqn: JaxprEqn, dim: int | None, operands: Sequence[Any], slots: Slots) -> tuple[list[Any], dict[str, Any]]:
+def _looked_up(eqn: Any, dim: int, operands: Sequence[Any], slots: Slots) -> tuple[list[Any], dict[str, Any]]:
     """The operands and parameters of rows that are looked up; zeros where a slot has none, unless it fills what is not found otherwise."""
     x, indices = operands
     mode, numbers, sizes = (eqn.params[name] for name in ("mode", "dimension_numbers", "slice_sizes"))
@@ -130,7 +129,7 @@ def _looked_up(eqn: JaxprEqn, dim: int | None, operands: Sequence[Any], slots: S
     return [x, jnp.where(where, indices, -1)], {"mode": DROPPED, "fill_value": 0, "indices_are_sorted": False, "unique_indices": False}
 
 
-def _product(eqn: JaxprEqn, step: Step, lhs: Any, rhs: Any, slots: Slots) -> Any:
+def _product(eqn: Any, lhs: Any, rhs: Any, slots: Slots) -> Any:
     """Packed rows by their expert's weights."""
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, others), (batch, batch_others) = numbers.dot_dimension_numbers
@@ -140,14 +139,14 @@ def _product(eqn: JaxprEqn, step: Step, lhs: Any, rhs: Any, slots: Slots) -> Any
     return found if slots.round is None else jnp.where(slots.is_over, jnp.zeros((), found.dtype), found)
 
 
-def _weights(eqn: JaxprEqn, step: Step, lhs: Any, rhs: Any, slots: Slots) -> Any:
+def _weights(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
     """The sums over the rows of each expert."""
     mine = slots.filled if slots.round is None else slots.filled & ~slots.is_over
-    lhs, rhs = (_masked(x, dim, mine) for x, dim in zip((lhs, rhs), step.reads, strict=False))
+    lhs, rhs = (_masked(x, dim, mine) for x, dim in zip(operands[:2], step.reads[:2], strict=True))
     return _dot(eqn, lhs, rhs, 0, eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers)
 
 
-def _dot(eqn: JaxprEqn, lhs: Any, rhs: Any, group: int, numbers: Any) -> Any:
+def _dot(eqn: Any, lhs: Any, rhs: Any, group: int, numbers: Any) -> Any:
     precision, dtype = eqn.params["precision"], eqn.outvars[0].aval.dtype
 
     def one(left: Any, right: Any) -> Any:
@@ -156,15 +155,16 @@ def _dot(eqn: JaxprEqn, lhs: Any, rhs: Any, group: int, numbers: Any) -> Any:
     return jax.vmap(one, (0, group))(lhs, rhs)
 
 
-def _scatter(eqn: JaxprEqn, step: Step, x: Any, indices: Any, updates: Any, slots: Slots) -> Any:
+def _scatter(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
     """The rows that have slots scattered into an array; others are dropped."""
+    x, indices, updates = operands
     indices = _clipped(eqn, x, indices, updates)
     where = lax.broadcast_in_dim(slots.filled, indices.shape, (0, step.reads[1] + 1))
     joined = _joined(jnp.where(where, indices, -1), step.reads[1]), _joined(updates, step.reads[2])
     return bind_unplaced(eqn, [x, *joined], mode=DROPPED, indices_are_sorted=False, unique_indices=False)[0]
 
 
-def _clipped(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Any:
+def _clipped(eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     """The indices of a scatter as signed integers, clamped where it says so."""
     indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
     if lax.GatherScatterMode.from_any(eqn.params["mode"]) != lax.GatherScatterMode.CLIP:
@@ -177,7 +177,7 @@ def _clipped(eqn: JaxprEqn, x: Any, indices: Any, updates: Any) -> Any:
     return jnp.clip(indices, 0, jnp.array(most, indices.dtype))
 
 
-def _places(eqn: JaxprEqn, indices: Any, slots: Slots) -> Any:
+def _places(eqn: Any, indices: Any, slots: Slots) -> Any:
     """The slots, of all experts, at which a gather looks rows up by their sorted position; without one none is found."""
     row = indices[..., 0].astype(jnp.promote_types(indices.dtype, jnp.int32))
     if lax.GatherScatterMode.from_any(eqn.params["mode"]) == lax.GatherScatterMode.CLIP:
@@ -186,16 +186,18 @@ def _places(eqn: JaxprEqn, indices: Any, slots: Slots) -> Any:
     return jnp.where((row >= 0) & (row < slots.rows), slots.slot.at[row].get(mode="clip", wrap_negative_indices=False), nowhere)
 
 
-def _gather(eqn: JaxprEqn, step: Step, x: Any, indices: Any, slots: Slots) -> Any:
+def _gather(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
     """Packed rows at sorted positions."""
+    x, indices = operands
     mode = lax.GatherScatterMode.from_any(eqn.params["mode"])
     filling = eqn.params["fill_value"] if mode == DROPPED else 0
     replaced = {"mode": DROPPED, "fill_value": filling, "indices_are_sorted": False, "unique_indices": False}
     return bind_unplaced(eqn, [_joined(x, step.reads[0]), _places(eqn, indices, slots)[..., None]], **replaced)[0]
 
 
-def _into(eqn: JaxprEqn, step: Step, x: Any, indices: Any, updates: Any, slots: Slots) -> Any:
+def _into(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
     """Rows scattered to their slots."""
+    x, indices, updates = operands
     dim = step.reads[0]
     places = _places(eqn, indices, slots)[..., None]
     found = bind_unplaced(eqn, [_joined(x, dim), places, updates], mode=DROPPED, indices_are_sorted=False)[0]
@@ -203,7 +205,7 @@ def _into(eqn: JaxprEqn, step: Step, x: Any, indices: Any, updates: Any, slots: 
     return jnp.moveaxis(found, dim, 0)
 
 
-def packed_type(v: Var, experts: int, capacity: int, dim: int) -> Any:
+def packed_type(v: Any, experts: int, capacity: int, dim: int) -> Any:
     """The type of a value that is packed along a dimension."""
     shape = tuple(capacity if d == dim else n for d, n in enumerate(v.aval.shape))
     return v.aval.update(shape=(experts, *shape))

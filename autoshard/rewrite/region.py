@@ -1,7 +1,7 @@
 """The part of a program that is computed on packed rows: products with experts' weights, and what is of each row between them.
 
-A *row* is one of those that are sorted by expert, and a value's *row dimension* has them. An equation of a region reads some operands packed,
-and makes each result packed, or of all rows together:
+A *row* is one of those that are sorted by expert, and a value's *row dimension* has them. An equation of a region reads some operands
+packed, and makes each result packed, or of all rows together:
 
 - ``row``: each row of its results is of the same row of its operands; found by the equation's sharding rule.
 - ``product``: rows by their expert's weights; ``weights``: the gradient of these, the sum over an expert's rows.
@@ -28,12 +28,20 @@ GROUPED = "ragged_dot_general"
 
 # Kinds of primitives that are run on other rows by their rules alone
 BY_ROW = frozenset(
-    "elementwise rearrangement identity reinterpretation broadcast slice reversal concatenation reduction cumulative gather scatter sort "
-    "selection creation".split()
+    (
+        *("elementwise", "rearrangement", "identity", "reinterpretation", "broadcast", "slice", "reversal", "concatenation"),
+        *("reduction", "cumulative", "gather", "scatter", "sort", "selection", "creation"),
+    )
 )
+POSITIONAL = frozenset(("create_token", "iota_2x32_shape"))
 DEEPEST = 64  # equations before one that reads rows, through which these are followed
 
-Dims = tuple[int | None, ...]
+Dims = tuple[Any, ...]  # each an integer, or None
+
+
+def with_rows(values: Sequence[Any], dims: Dims) -> Iterator[tuple[Any, int]]:
+    """Those of an equation's operands or results that are packed, each with its row dimension."""
+    return ((v, dim) for v, dim in zip(values, dims, strict=True) if dim is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +80,7 @@ class Region:
 
     def add(self, k: int, eqn: JaxprEqn, step: Step) -> None:
         self.steps[k] = step
-        self.dims.update((v, dim) for v, dim in zip(eqn.outvars, step.makes, strict=True) if dim is not None)
+        self.dims.update(with_rows(eqn.outvars, step.makes))
 
     def makes(self, v: Any, dim: int) -> bool:
         """Whether a value is made packed along this dimension."""
@@ -85,8 +93,8 @@ def regions_of(eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule
     inside: dict[Var, Region] = {}
     for k, (eqn, op) in enumerate(zip(eqns, ops, strict=True)):
         if (step := _grouped(eqn)) is not None:
-            (lhs, _, sizes) = eqn.invars
-            region = found.setdefault(sizes, Region(sizes, sizes.aval.shape[0], lhs.aval.shape[step.reads[0]]))
+            region = _of(eqn, step)
+            region = found.setdefault(region.sizes, region)
         else:
             region = next((inside[v] for v in variables(eqn.invars) if v in inside), None)
             step = None if region is None else _following(region, eqn, rules[op.index])
@@ -100,29 +108,35 @@ def regions_of(eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule
     return [*found.values()]
 
 
+def _of(eqn: Any, step: Step) -> Region:
+    """The region of a grouped product, still without steps."""
+    lhs, _, sizes = eqn.invars
+    return Region(sizes, sizes.aval.shape[0], lhs.aval.shape[step.reads[0]])
+
+
 def entering(region: Region, eqns: Sequence[JaxprEqn]) -> dict[tuple[Var, int], int]:
     """What enters a region, each with its row dimension, and the first equation that reads it."""
     found: dict[tuple[Var, int], int] = {}
     for k, step in region.steps.items():
-        for v, dim in zip(eqns[k].invars, step.reads, strict=True):
-            if dim is not None and not region.makes(v, dim):
+        for v, dim in with_rows(eqns[k].invars, step.reads):
+            if not region.makes(v, dim):
                 found.setdefault((v, dim), k)
     return found
 
 
-def _grouped(eqn: JaxprEqn) -> Step | None:
+def _grouped(eqn: Any) -> Step | None:
     """The step of a product with each expert's weights, or of these weights' gradient."""
     if eqn.primitive.name != GROUPED or eqn.params["group_offset"] is not None:
         return None
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (contracted, others), (batch, _) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
-    lhs, _, sizes = eqn.invars
-    if isinstance(sizes, Literal) or sizes.aval.ndim != 1 or ragged in batch or isinstance(lhs, Literal):
+    rank, sizes = len(eqn.invars[0].aval.shape), eqn.invars[2]
+    if isinstance(sizes, Literal) or len(sizes.aval.shape) != 1 or ragged in batch:
         return None
     if ragged in contracted:
         return Step("weights", (ragged, others[list(contracted).index(ragged)], None), (None,))
-    kept = [d for d in range(lhs.aval.ndim) if d not in contracted and d not in batch]
+    kept = [d for d in range(rank) if d not in contracted and d not in batch]
     return Step("product", (ragged, None, None), (len(batch) + kept.index(ragged),))
 
 
@@ -134,10 +148,8 @@ def _following(region: Region, eqn: JaxprEqn, rule: Rule | None) -> Step | None:
         if not isinstance(v, Literal) and v in region.dims:
             factors = dims[region.dims[v]]
             step = _along(eqn, rule, factors[0]) if len(factors) == 1 else None
-            agrees = step is not None and all(
-                dim is None or isinstance(x, Literal) or region.dims.get(x, dim) == dim for x, dim in zip(eqn.invars, step.reads, strict=True)
-            )
-            return step if agrees else None
+            reads = () if step is None else with_rows(eqn.invars, step.reads)
+            return step if all(region.dims.get(x, dim) == dim for x, dim in reads) else None
     return None
 
 
@@ -171,7 +183,7 @@ def _is_by_row(eqn: JaxprEqn, reads: Dims, makes: Dims) -> bool:
         return reads[1] is not None
     if name == "iota":
         return eqn.params["dimension"] != makes[0]
-    return not eqn.effects and (name == "dot_general" or primitive(name).kind in BY_ROW and name not in ("iota_2x32_shape", "create_token"))
+    return not eqn.effects and (name == "dot_general" or (primitive(name).kind in BY_ROW and name not in POSITIONAL))
 
 
 def _place(dims: Sequence[Sequence[int]], factor: int) -> int | None:
@@ -189,7 +201,9 @@ def _place(dims: Sequence[Sequence[int]], factor: int) -> int | None:
 class _Beginning:
     """The equations before a region that it computes on packed rows as well, since fewer bytes enter then."""
 
-    def __init__(self, region: Region, eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule | None], makers: Mapping[Var, int]):
+    def __init__(
+        self, region: Region, eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule | None], makers: Mapping[Var, int]
+    ):
         self.region, self.eqns, self.ops, self.rules, self.makers = region, eqns, ops, rules, makers
         self._known: dict[tuple[Var, int], tuple[float, tuple[int, Step] | None]] = {}
 
@@ -209,9 +223,7 @@ class _Beginning:
             waiting += self._reads(k, step)
 
     def _reads(self, k: int, step: Step) -> Iterator[tuple[Var, int]]:
-        for v, dim in zip(self.eqns[k].invars, step.reads, strict=True):
-            if dim is not None and not self.region.makes(v, dim):
-                yield v, dim
+        return ((v, dim) for v, dim in with_rows(self.eqns[k].invars, step.reads) if not self.region.makes(v, dim))
 
     def _best(self, v: Var, dim: int, depth: int) -> tuple[float, tuple[int, Step] | None]:
         """The fewest bytes that enter so that a value is packed, and the step that makes it; None: it enters itself."""

@@ -21,7 +21,7 @@ from autoshard.recompute.block import variables
 from autoshard.recompute.flat import Atom
 from autoshard.recompute.regions import Node, ordered
 from autoshard.rewrite.packed import combined, enter, evaluated, leave, left, packed_type
-from autoshard.rewrite.region import Region, entering
+from autoshard.rewrite.region import Region, entering, with_rows
 from autoshard.rewrite.slots import Slots
 from autoshard.trace import types_of
 
@@ -102,9 +102,9 @@ class _Packing:
     def due(self, k: int, level: dict[Var, int]) -> None:
         """Notes at which level the results of a step are due, and sets their own."""
         step, eqn = self.region.steps[k], self.eqns[k]
-        reads = zip(eqn.invars, step.reads, strict=True)
-        before = [self._level[v] if dim is not None and self.region.makes(v, dim) else level.get(v, 0) for v, dim in reads if isinstance(v, Var)]
-        now = max([*before, level.get(self.region.sizes, 0)])
+        made = [v for v, _ in self._made(k)]
+        given = [self.region.sizes, *(v for v in variables(eqn.invars) if v not in made)]
+        now = max([*(self._level[v] for v in made), *(level.get(v, 0) for v in given)])
         for v, dim in zip(eqn.outvars, step.makes, strict=True):
             if dim is not None:
                 self._level[v] = now
@@ -128,11 +128,12 @@ class _Packing:
         firsts = {v: name for loop in self.loops.values() for v, name in loop.first.items()}
         for k, step in region.steps.items():
             eqn = eqns[k]
-            reads = [v if dim is None else self._name(v, dim) for v, dim in zip(eqn.invars, step.reads, strict=True)]
-            made = [firsts.get(v, Var(v.aval)) if dim is None else self._name(v, dim) for v, dim in zip(eqn.outvars, step.makes, strict=True)]
+            reads = [v if dim is None else self._name(v, dim) for v, dim in self._operands(k)]
+            both = zip(eqn.outvars, step.makes, strict=True)
+            made = [firsts.get(v, Var(v.aval)) if dim is None else self._name(v, dim) for v, dim in both]
             found.append(self._node(k, lambda slots, *x, eqn=eqn, step=step: evaluated(eqn, step, x, slots), reads, made))
-            for v, dim in zip(eqn.outvars, step.makes, strict=True):
-                if dim is not None and v in firsts:
+            for v, dim in with_rows(eqn.outvars, step.makes):
+                if v in firsts:
                     found.append(self._node(k, lambda slots, x, dim=dim: [leave(x, dim, slots)], [self._name(v, dim)], [firsts[v]]))
         return [*found, *(self._looped(loop) for loop in self.loops.values() if self.capacity < region.rows)]
 
@@ -158,8 +159,8 @@ class _Packing:
         """The further rounds of a loop's results, as one equation."""
         steps = self._made_of(loop)
         keys = [*loop.first]
-        read = (each for k in steps for each in self._operands(k))
-        plain = [*dict.fromkeys(v for v, dim in read if isinstance(v, Var) and not (dim is not None and self.region.makes(v, dim)))]
+        inside = {v for k in steps for v, _ in self._made(k)}
+        plain = [*dict.fromkeys(v for k in steps for v in variables(self.eqns[k].invars) if v not in inside)]
 
         def function(sizes: Any, *arrays: Any) -> list[Any]:
             values = dict(zip(plain, arrays, strict=False))
@@ -174,7 +175,7 @@ class _Packing:
                 return carry[0] + 1, *self._round(steps, loop, values, dict(zip(keys, carry[1:], strict=True)), now)
 
             with jax.named_scope(RARELY):
-                return lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *arrays[len(plain) :]))[1:]
+                return [*lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *arrays[len(plain) :]))[1:]]
 
         last = max(steps)
         source = next((self.eqns[k] for k in steps if self.region.steps[k].kind == "product"), self.eqns[last])
@@ -185,7 +186,7 @@ class _Packing:
         packed: dict[tuple[Var, int], Any] = {}
         results: dict[Var, Any] = {}
 
-        def operand(v: Atom, dim: int | None) -> Any:
+        def operand(v: Any, dim: int | None) -> Any:
             if isinstance(v, Literal):
                 return v.val
             if dim is None:
@@ -211,19 +212,24 @@ class _Packing:
             results[v] = left(carry[v], leave(packed[v, dim], dim, slots), dim, slots)
         return [results[v] for v in carry]
 
-    def _operands(self, k: int) -> list[tuple[Atom, int | None]]:
+    def _operands(self, k: int) -> list[tuple[Any, int | None]]:
         return [*zip(self.eqns[k].invars, self.region.steps[k].reads, strict=True)]
+
+    def _made(self, k: int) -> list[tuple[Var, int]]:
+        """Those of a step's operands that the region makes."""
+        reads = with_rows(self.eqns[k].invars, self.region.steps[k].reads)
+        return [(v, dim) for v, dim in reads if self.region.makes(v, dim)]
 
     def _made_of(self, loop: _Loop) -> list[int]:
         """The equations that a loop's results are made of, in order."""
-        makers = {v: k for k, step in self.region.steps.items() for v, dim in zip(self.eqns[k].outvars, step.makes, strict=True) if dim is not None}
+        makers = {v: k for k, step in self.region.steps.items() for v, _ in with_rows(self.eqns[k].outvars, step.makes)}
         waiting = [*loop.results, *(makers[v] for v in loop.rows)]
         found: set[int] = set()
         while waiting:
             k = waiting.pop()
             if k not in found:
                 found.add(k)
-                waiting += (makers[v] for v, dim in self._operands(k) if dim is not None and self.region.makes(v, dim))
+                waiting += (makers[v] for v, _ in self._made(k))
         return sorted(found)
 
 

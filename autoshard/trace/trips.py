@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.trace.structure import opened
 
+
 def scan_trips(eqn: JaxprEqn) -> int:
     """The length of a scan."""
     return eqn.params["length"]

@@ -78,7 +78,7 @@ def collectives_of(hlo_text: str, mesh: Mesh) -> tuple[Collective, ...]:
     An all_reduce whose readers all slice this device's part counts as a reduce_scatter.
     """
     module = Module(hlo_text)
-    return tuple(collective for collective in _collectives(module, module.entry, 1, mesh) if collective.bytes)
+    return tuple(collective for collective in _collectives(module, module.entry, 1, mesh) if collective.bytes and collective.count)
 
 
 class Module:
@@ -112,7 +112,7 @@ class Module:
         return []
 
     def trips(self, loop: Instruction) -> int:
-        """The trip count of a while loop: as annotated, else by its counter's start, bound and step; 1 where data decide, 0 if it `runs_rarely`."""
+        """A loop's trip count: 0 if it `runs_rarely`; as annotated, else by its counter's start, bound and step; 1 where data decide."""
         if (source := _SOURCE.search(loop.rest)) and runs_rarely(source[1]):
             return 0
         if known := _TRIPS.search(loop.rest):

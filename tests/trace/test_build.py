@@ -15,6 +15,7 @@ from programs import PROGRAMS, abstract, concrete, gpt, gpt_scan
 
 import autoshard
 from autoshard.ir import Flow, Graph, Op
+from autoshard.ir.naming import RARELY
 from autoshard.trace import subjaxprs, trace
 from autoshard.trace.build import build
 
@@ -253,6 +254,18 @@ def test_counting_loops_are_counted(condition, step, trips):
     graph = trace(lambda x: lax.while_loop(lambda c: condition(c[0]), lambda c: (c[0] + step, c[1] * 2), (0, x)), x8).graph
     assert graph.ops[0].bodies[1].trips == (1 if trips is None else trips)
     assert len(graph.assumptions) == (trips is None)
+
+
+def test_rare_loops_have_no_trip():
+    """A loop in the scope of rare ones counts as none, and needs no assumption."""
+
+    def fn(limit, x):
+        with jax.named_scope(RARELY):
+            return lax.while_loop(lambda x: x.sum() < limit, lambda x: x * 2, x)
+
+    graph = trace(fn, abstract(()), x8).graph
+    assert graph.ops[0].bodies[1].trips == graph.ops[0].bodies[1].ops[0].trips == 0
+    assert not graph.assumptions
 
 
 def test_a_bound_carried_along_is_read():

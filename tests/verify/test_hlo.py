@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh, ServedOp
+from autoshard.ir.naming import RARELY
 from autoshard.lower import jax_mesh
 from autoshard.verify import collectives_of
 from autoshard.verify.groups import axes_of, parse_groups
@@ -109,7 +110,7 @@ def test_loops_count_their_trips():
     ids=["counted", "from an argument", "until data are near"],
 )
 def test_loops_that_data_end_run_once(start, root, trips):
-    """As predictions count them, though the condition has a bound: one trip where only a run shows how many there are."""
+    """As predictions count them, though the condition has a bound: one trip where only a run shows how many, none of rare ones."""
     condition = f"""%condition (s: (s32[], f32[8])) -> pred[] {{
   %s = (s32[], f32[8]{{0}}) parameter(0)
   %i = s32[] get-tuple-element(%s), index=0
@@ -134,6 +135,8 @@ def test_loops_that_data_end_run_once(start, root, trips):
   ROOT %w = (s32[], f32[8]{{0}}) while(%t), condition=%condition, body=%body"""
     (found,) = collectives_of(module(entry, condition, body), MESH)
     assert found.count == trips
+    rare = f'{entry}, metadata={{op_name="jit(f)/{RARELY}/while"}}'
+    assert not collectives_of(module(rare, condition, body), MESH)
 
 
 @pytest.mark.parametrize("written", [str, shorthand])
