@@ -92,6 +92,8 @@ ALLOWED = {
     ("rewrite/padding_rules.py", "_COMPUTED"): "the rewriting's function for each",
     ("rewrite/padding_rules.py", "_TAKES"): "the rewriting's function for each",
     ("rewrite/padding_rules.py", "_UNCHANGED"): "the rewriting's function for each",
+    ("rewrite/region.py", "BY_ROW"): "kinds, of which some are named like a primitive",
+    ("rewrite/region.py", "POSITIONAL"): "what depends on positions though its kind does not",
     ("rules/attention.py", "(FORWARD, BACKWARD)"): "the primitives of one kernel",
     ("rules/kernel_body.py", "_INTEGER"): "what index maps are evaluated by",
     ("rules/partitioner.py", "GATHERED"): "what XLA's partitioner does",
