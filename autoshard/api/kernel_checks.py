@@ -14,13 +14,15 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import RuleError
-from autoshard.ir import Mesh, Op, Rule, factor_names, result_layout
+from autoshard.ir import Mesh, Op, Origin, Rule, factor_names, result_layout
 from autoshard.ir.layout import layout_to_spec
 from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
 from autoshard.lower.mesh import jax_mesh
 from autoshard.lower.shards import Sharded
 from autoshard.rules import rules_of
+from autoshard.rules.declared import declared_of
 from autoshard.trace import trace
+from autoshard.trace.origin import shown
 
 TOLERANCE = 2.0**-6
 """Of the largest element, for bfloat16; finer types have as many times less as they have more digits."""
@@ -97,7 +99,7 @@ def _in_parts(op: Op, rule: Rule, factor: int, bound: Callable, operands: Sequen
     mesh = Mesh(tuple(sizes.items()))
     if mesh.size > len(jax.devices()):
         raise RuleError(
-            f"check_kernel_rule runs each part on a device of its own: {factor_names(rule)[factor]} of {op.origin} takes {mesh.size}, "
+            f"check_kernel_rule runs each part on a device of its own: {_factor(op, rule, factor)} at {_place(op)} takes {mesh.size}, "
             f"and there are {len(jax.devices())}. Use smaller sizes, or set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
     choice = tuple((f, -1) for f in axes.values())
@@ -129,10 +131,11 @@ def _compare(op: Op, rule: Rule, factor: int, whole: Sequence[Any], parts: Seque
         scale = float(np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted)))
         allowed = 0.0 if exact else TOLERANCE * scale * float(jnp.finfo(whole[number].dtype).eps) / float(jnp.finfo(jnp.bfloat16).eps)
         if not np.allclose(found, wanted, rtol=0, atol=allowed, equal_nan=True):
-            name, worst = factor_names(rule)[factor], float(np.max(np.abs(found.astype(float) - wanted.astype(float))))
+            worst = float(np.max(np.abs(found.astype(float) - wanted.astype(float))))
+            advice = "List that factor under need_replication" if _declared(op) else "Declare one with autoshard.kernel_rule"
             raise RuleError(
-                f"a kernel's shards compute the whole kernel's results: at {op.origin} result {number} differs by {worst:.3g}, of at most "
-                f"{scale:.3g}, when {name} of {rule} is split. List that factor under need_replication of its rule."
+                f"a kernel's shards compute the whole kernel's results: at {_place(op)} result {number} differs by {worst:.3g}, of at most "
+                f"{scale:.3g}, when {_factor(op, rule, factor)} is split. {advice}."
             )
 
 
@@ -142,6 +145,29 @@ def _filled(x: Any, seed: int) -> Any:
         return jnp.asarray(x)
     numbers = np.random.default_rng(seed).standard_normal(x.shape)
     return jnp.asarray(numbers, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros(x.shape, x.dtype)
+
+
+def _declared(op: Op) -> Any:
+    """The rule that the user wrote; None of one that was read."""
+    return getattr(op.params.get("partition"), "declared", None) or declared_of(op.primitive, op.params)
+
+
+def _place(op: Op) -> str:
+    """The source line of a call; that of the function where it is called from nowhere else."""
+    code = getattr(getattr(op.params.get("partition"), "function", None), "__code__", None)
+    if op.origin.file or code is None:
+        return str(op.origin)
+    return str(Origin(shown(code.co_filename), code.co_firstlineno, code.co_name))
+
+
+def _factor(op: Op, rule: Rule, factor: int) -> str:
+    """A factor as the user named it, or with a dimension that has it."""
+    if (declared := _declared(op)) is not None:
+        return f"{declared.names(rule).get(factor, factor_names(rule)[factor])} of {declared}"
+    sides = [("result", rule.results), ("operand", rule.operands)]
+    places = ((what, n, d) for what, tensors in sides for n, dims in enumerate(tensors) for d, dim in enumerate(dims) if factor in dim)
+    what, n, d = next(places)
+    return f"{factor_names(rule)[factor]} of {rule} (dimension {d} of {what} {n})"
 
 
 def _least_divisor(size: int) -> int:

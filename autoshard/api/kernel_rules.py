@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from typing import Any
 
 import jax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 
@@ -27,12 +29,12 @@ def kernel_rule(target: Any, rule: str, flops: Amount = None, bytes: Amount = No
             hold for shards as they are.
         rule: the factors of each dimension, ``"([b, h, q, d], [b, h, k, d])->([b, h, q, d]) need_replication={q}"``. A factor that is not
             in every result, or in no operand, is not split. A dimension of several factors names them from major to minor, ``[b, k g]``,
-            with sizes in ``{g=4}``.
+            with sizes in ``{g=4}``. Results of shards along ``reduction={row}`` are added up, as a weight's gradient is over rows.
         flops: floating point operations of a whole call, or a function of the operands' shapes.
         bytes: bytes to and from memory, alike; by default each array once.
 
     Raises:
-        RuleError: the rule is written otherwise, or the target is none of these.
+        RuleError: the rule is written otherwise, or the target is none of these; in a call, arrays contradict the rule.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -50,15 +52,37 @@ def kernel_rule(target: Any, rule: str, flops: Amount = None, bytes: Amount = No
         raise RuleError(
             f"a kernel's rule is for a function, a foreign function's name or a primitive; got {target!r:.60}. Pass one of these."
         )
+    return update_wrapper(_on_shards(target, declared), target)
+
+
+def _on_shards(target: Callable, declared: Declared) -> Callable:
+    """The function with its rule; mapped by `jax.vmap` it has the rule of independent calls."""
     made = custom_partitioning(lambda *args: target(*args))  # which takes no defaults
     made.def_partition(partition=OnShards(target, declared), sharding_rule=partial(_in_jax, declared))
+    called = custom_vmap(lambda *args: made(*args))
+
+    @called.def_vmap
+    def _(size: int, mapped: Any, *args: Any) -> tuple[Any, Any]:
+        axes = tuple(jax.tree.map(lambda on: 0 if on else None, mapped))
+        many = _on_shards(jax.vmap(target, in_axes=axes), declared.mapped(size, jax.tree.leaves(mapped)))
+        results = many(*args)
+        return results, jax.tree.map(lambda _: True, results)
 
     def checked(*args: Any) -> Any:
-        shapes = [[x.shape for x in jax.tree.leaves(side)] for side in (jax.eval_shape(lambda *x: x, *args), jax.eval_shape(target, *args))]
-        declared.rule(*shapes)
-        return made(*args)
+        read, written = jax.eval_shape(lambda *x: x, *args), jax.tree.leaves(jax.eval_shape(target, *args))
+        names = [f"{name}{jax.tree_util.keystr(path)}" for name, x in _named(target, read) for path, _ in jax.tree.leaves_with_path(x)]
+        declared.rule([x.shape for x in jax.tree.leaves(read)], [x.shape for x in written], "float32", names)
+        return called(*args)
 
-    return update_wrapper(checked, target)
+    return checked
+
+
+def _named(target: Callable, args: tuple) -> list[tuple[str, Any]]:
+    """The arguments with the names of a function's parameters, as far as it has any."""
+    try:
+        return [*inspect.signature(target).bind(*args).arguments.items()]
+    except (TypeError, ValueError):
+        return []
 
 
 @dataclass(frozen=True)
@@ -79,7 +103,7 @@ def _in_jax(declared: Declared, *_: Any) -> tuple[str, dict[str, Any]]:
     order = dict.fromkeys(name for tensor in (*declared.operands, *declared.results) for dim in tensor for name in dim)
     alone = {dim[0] for tensor in (*declared.operands, *declared.results) for dim in tensor if len(dim) == 1}
     sizes = {name: size for name, size in declared.sizes if name not in alone}
-    return text, {"need_replication_factors": tuple(name for name in order if name in declared.whole), **sizes}
+    return text, {"need_replication_factors": tuple(name for name in order if name in declared.whole | declared.summed), **sizes}
 
 
 def _words(tensor: Tensor) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+from autoshard.errors import RuleError
 from autoshard.ir import Graph, Op, Rule
 from autoshard.rules.declared import declared_of
 from autoshard.rules.mapped import mapped_rule
@@ -33,7 +34,10 @@ def rules_of(graph: Graph) -> tuple[Rule | None, ...]:
         except TypeError:  # an unhashable parameter: not cached
             key = op.index
         if key not in known:
-            known[key] = mapped_rule(op, *values) if op.mapped else _rule(op, *values)
+            try:
+                known[key] = mapped_rule(op, *values) if op.mapped else _rule(op, *values)
+            except RuleError as error:
+                raise RuleError(f"at {op.origin}, {error}") from error
         found.append(known[key])
     return tuple(found)
 
@@ -42,6 +46,6 @@ def _rule(op: Op, operands: tuple, results: tuple) -> Rule | None:
     if op.kernel is not None and op.kernel.rule is not None:
         return op.kernel.rule
     if op.primitive not in registered() and (given := declared_of(op.primitive, op.params)) is not None:
-        return given.rule([v.shape for v in operands], [v.shape for v in results])
+        return given.rule([v.shape for v in operands], [v.shape for v in results], *[v.dtype for v in results[:1]])
     rule = rule_of(op.primitive, op.params, operands, results)
     return lowered_rule(op.equation) if rule is None and op.equation is not None else rule

@@ -42,7 +42,7 @@ def is_library(file: str) -> bool:
 
 
 @cache
-def _shown(file: str) -> str:
+def shown(file: str) -> str:
     """The path without its package's folder, or relative to the working directory."""
     roots = {os.path.join(os.getcwd(), ""), os.path.join(os.path.dirname(_PACKAGE), ""), *_LIBRARIES} - {os.path.join(_PACKAGE, "")}
     return file.removeprefix(max((root for root in roots if file.startswith(root)), key=len, default=""))
@@ -51,7 +51,7 @@ def _shown(file: str) -> str:
 def error_place(error: BaseException) -> str:
     """``file:line (function)`` of the innermost user frame in an error's traceback, or an empty string."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_library(frame.filename)]
-    return str(Origin(_shown(frames[-1].filename), frames[-1].lineno or 0, frames[-1].name)) if frames else ""
+    return str(Origin(shown(frames[-1].filename), frames[-1].lineno or 0, frames[-1].name)) if frames else ""
 
 
 class Origins:
@@ -90,7 +90,7 @@ def _innermost(trace: Any) -> tuple[str, int, str, tuple[int, ...]]:
     frames = [(code, at) for code, at in zip(codes, instructions, strict=True) if not code.co_filename.startswith(_JAX)]
     frames = [frame for frame in frames if not frame[0].co_filename.startswith(_OWN) or frame[0].co_filename.startswith(_DEMO)]
     for code, at in [frame for frame in frames if not is_library(frame[0].co_filename)] or frames:
-        return _shown(code.co_filename), trace.code_addr2line(code, at), code.co_qualname, _columns(code, at)
+        return shown(code.co_filename), trace.code_addr2line(code, at), code.co_qualname, _columns(code, at)
     return "", 0, "", ()
 
 

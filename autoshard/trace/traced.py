@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from autoshard.analysis.examples import examples
-from autoshard.errors import TraceError
+from autoshard.errors import RuleError, TraceError
 from autoshard.ir import Graph
 from autoshard.ir.remat import Remat
 from autoshard.ir.words import array_type
@@ -191,6 +191,9 @@ def trace(
             (everything, shapes), assumptions = _with_flax(made_of, axis_names, flax_axes(tuple(pure_args), rules))
     except TraceError:
         raise
+    except RuleError as error:  # of a kernel's rule that the call contradicts
+        place = error_place(error)
+        raise RuleError(f"at {place}, {error}" if place else str(error)) from error
     except Exception as error:  # whatever the function raises while it is traced
         raise _failure(fn, error, dict(zip(names, args, strict=True))) from error
     in_tree = jax.tree.structure(tuple(pure_args))
