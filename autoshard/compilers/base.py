@@ -61,6 +61,7 @@ class Compiler:
         contended_types: in which its scatters add to an element in a loop of compare-and-swap.
         lacks: per collective, an all_reduce by its operator, the element types for which it has none.
         drops_nan: the element types of which the largest or least of several devices' is a number, although one of them has NaN.
+        fused_attention: JAX's fused attention kernel for it, by its name in `autoshard.rewrite.attention_kernels`; "" where there is none.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
     """
 
@@ -78,6 +79,7 @@ class Compiler:
     fetches_early: ClassVar[bool] = False
     contended_types: ClassVar[tuple[str, ...]] = ()
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    fused_attention: ClassVar[str] = ""
     drops_nan: ClassVar[tuple[str, ...]] = ()
     bucket_limits: ClassVar[tuple[str, ...]] = ()
 

@@ -52,6 +52,7 @@ class XlaGpu(Compiler):
     It exposes the first gather of a loop's trip, and hides it behind products where it is carried.
     """
 
+    fused_attention: ClassVar[str] = "cuDNN's attention"
     gathers_ahead: ClassVar[bool] = True
     reduces_in_place: ClassVar[bool] = True
     fetches_early: ClassVar[bool] = True

@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -24,9 +25,13 @@ from autoshard.primitives import primitive
 from autoshard.rewrite.attention_region import Exit, Region, region_of
 from autoshard.rewrite.dimensions import Dimension, Labels, Mismatch, all_resolved, flattened, unify
 from autoshard.rewrite.scopes import Scope, Wiring
-from autoshard.rewrite.values import RANK, Given, Index, Values
+from autoshard.rewrite.values import RANK, Given, Index, Values, made_up
 
 EXACT = 1e-6  # relative difference of values in float64, of which a formula that is the same differs by rounding alone
+UNSEEN = 1e-12  # of the largest weight: what a key has that a mask leaves out
+REACH = 600  # difference of logits up to which caps are looked for, and of which exponentials are numbers in float64
+NOT_ITS_RESULT = "its result is not the product of a softmax and values"
+NOT_ITS_GRADIENT = "its backward pass is not the derivative of softmax attention"
 MOST_MAKERS = 200  # operations that are looked through for random numbers
 MOST_LITERALS = 12  # numbers in comparisons of positions that are looked at, as lengths of windows
 
@@ -201,7 +206,7 @@ class _Matching:
         over_queries = [exit for exit, contracted in exits if contracted == others]
         if len(over_keys) + len(over_queries) < len(exits):
             raise _Different("its scores are contracted over other dimensions than those of queries or keys")
-        mask, allowed = self._mask(mask_of)
+        mask, allowed, self.data = self._mask(mask_of)
         scale, softcap = self._scale(mask_of, allowed)
         self.known = scale, softcap
         return self._assigned(mask, allowed, over_keys, over_queries)
@@ -259,22 +264,27 @@ class _Matching:
     # -- what the formula leaves open ---------------------------------------------------------------------------------------
 
     def _probabilities(self) -> Exit:
-        """The exit whose scores are probabilities: equal ones for equal queries and keys; the bias of others is known by them."""
-        self._begin(self._zero())
+        """The exit whose scores are probabilities: equal ones where all products of queries and keys are zero."""
+        self._begin(self._silent())
         biased = False
         for exit in self.region.exits:
             p = self._at(exit.scores)
             if not np.all(np.isfinite(p)) or p.min() < 0 or not p.max() > 0:
                 continue
             largest = np.broadcast_to(p, self._whole(p)).max(axis=self._axes(self.key), keepdims=True)
-            if np.all((p < 1e-12 * largest) | (np.abs(p - largest) <= 1e-9 * largest)):
+            if np.all((p < UNSEEN * largest) | (np.abs(p - largest) <= 1e-9 * largest)):
                 return exit
             biased = True
         raise _Different(self._random() or ("it adds a bias to its scores" if biased else "its weights are not a softmax of its scores"))
 
-    def _zero(self) -> dict[Var, Given]:
-        """Queries and keys that are zero."""
-        return self._given(*[lambda index: np.zeros((1,) * RANK)] * 2)
+    def _silent(self) -> dict[Var, Given]:
+        """Products of queries and keys that are zero, the same ones in other passes too."""
+        root = self.region.roots[0].eqn
+        alike = [v for v in self.products if (eqn := self.wiring.maker.get(v)) is not None and self._key(eqn) == self._key(root)]
+        return dict.fromkeys(alike, lambda index: np.zeros((1,) * RANK))
+
+    def _key(self, eqn: JaxprEqn) -> tuple:
+        return eqn.params["dimension_numbers"], *(self.wiring.source(x) if isinstance(x, Var) else None for x in eqn.invars)
 
     def _given(self, q: Given, k: Given) -> dict[Var, Given]:
         """Queries and keys as given, under all their names."""
@@ -301,54 +311,70 @@ class _Matching:
                 waiting[:0] = [] if eqn.primitive.name == "dot_general" else [x for x in eqn.invars if isinstance(x, Var)]
         return ""
 
-    def _mask(self, exit: Exit) -> tuple[Mask, np.ndarray]:
-        """The mask, and where it allows keys at the places looked at."""
-        self._begin(self._zero())
+    def _allowed(self, exit: Exit, given: Mapping[Var, Given]) -> np.ndarray:
+        """Which keys the mask allows at the places looked at, of an axis of size one where it does not depend on that dimension."""
+        self._begin({**self._silent(), **given})
         p = self._at(exit.scores)
         p = np.broadcast_to(p, self._whole(p))
-        allowed = p > 1e-12 * p.max(axis=self._axes(self.key), keepdims=True)
-        if not allowed.any(axis=self._axes(self.key)).all():
-            raise _Different("some of its queries see no key")
-        both = set(self._axes(self.key)), set(self._axes(self.others))
-        for var in self.values.made_up:
-            for known, index, _ in list(self.values.known.values()):
-                if known is var and (dropped := self._random()):
-                    raise _Different(dropped)
-                used = {axis for axis in range(RANK) if any(x.shape[axis] != 1 for x in index)}
-                if known is var and used & both[0] and used & both[1]:
-                    raise _Different("its mask is an array of queries and keys that is only known when it runs")
+        return p > UNSEEN * p.max(axis=self._axes(self.key), keepdims=True)
+
+    def _mask(self, exit: Exit) -> tuple[Mask, np.ndarray, dict[Var, Given]]:
+        """The mask, which keys it allows at the places looked at, and the data on which that depends there."""
+        allowed = self._allowed(exit, {})
         depends = tuple(d for d in self.others if allowed.shape[self._axis(d)] != 1)
-        self.query = depends or (max(self.others, key=lambda d: d.size),) if self.others else ()
+        self.query = depends or (max(self.others, key=lambda d: d.size),)
         self.group = tuple(d for d in self.others if d not in self.query)
-        for data, segments, valid in self._hypotheses():
-            interval = self._interval(allowed, data)
-            if interval is not None:
-                return Mask(*interval, segments, valid), allowed
+        if not self.values.made_up:
+            alike = all(allowed.shape[axis] == 1 for axis in self._axes(self.batch))
+            interval = self._interval(allowed, np.ones((1,) * RANK, bool)) if alike else None
+            if interval is not None and self._sees(allowed):
+                return Mask(*interval), allowed, {}
+        if reason := self._random():
+            raise _Different(reason)
+        for given, segments, valid in self._hypotheses():
+            allowed = self._allowed(exit, given)
+            if self.values.made_up:  # it depends on more
+                continue
+            if segments is not None:
+                data = self._at(segments[0]) == self._at(segments[1])
+            else:
+                assert valid is not None
+                data = (self._at(valid[:2]) != 0) == valid[2]
+            interval = self._interval(allowed, data) if data.any() and not data.all() else None
+            if interval is not None and (valid is None or interval == (None, None)):
+                return Mask(*interval, segments, valid), allowed, given
         raise _Different("its mask is none of causal, local windows and segments")
 
-    def _hypotheses(self) -> Iterator[tuple]:
-        """What the mask may depend on beside positions: where it allows keys, segments, and which keys there are."""
-        yield np.ones((1,) * RANK, bool), None, None
+    def _sees(self, allowed: np.ndarray) -> bool:
+        """Whether each query sees a key."""
+        return bool(allowed.any(axis=self._axes(self.key)).all())
+
+    def _hypotheses(self) -> Iterator[tuple[dict[Var, Given], Any, Any]]:
+        """Data on which the mask may depend beside positions, as given: segments, or which keys there are."""
         found = [self._of_positions(*each) for each in list(self.values.known.values())]
         queries = [each for each in found if each is not None and each[0] == "query"]
         keys = [each for each in found if each is not None and each[0] == "key"]
-        segments = [
-            ((u, ul), (w, wl), a == b) for _, u, ul, a in queries if a.dtype.kind in "iu" for _, w, wl, b in keys if b.dtype.kind == a.dtype.kind
-        ]
-        for one, other, data in segments:
-            yield data, (one, other), None
-        for _, w, wl, b in keys:
-            if b.dtype.kind in "biu":
-                for nonzero in (True, False):
-                    yield (b != 0) == nonzero, None, (w, wl, nonzero)
+        for _, u, one, kind in queries:
+            for _, w, other, same in keys:
+                if kind == same and kind in "iu":
+                    yield {u: partial(self._diverse, u), w: partial(self._diverse, w)}, ((u, one), (w, other)), None
+        for _, w, other, kind in keys:
+            for nonzero in (True, False):
+                yield {w: partial(self._diverse, w)}, None, (w, other, nonzero)
+
+    def _diverse(self, var: Var, index: Index) -> np.ndarray:
+        """Made-up integers that are small or among those of the program, by their position; truth values of other types."""
+        pool = np.array([0, 1, 2, 3, -1, *(n + d for n in self.literals for d in (0, 1))])
+        made = made_up(self.numbers.setdefault(var, len(self.numbers) + 2), var.aval.shape, "i", index)
+        return made % 3 != 0 if np.dtype(var.aval.dtype).kind == "b" else pool[made % len(pool)]
 
     def _of_positions(self, var: Var, index: Index, value: np.ndarray) -> tuple | None:
         """A variable that has one value for each query or each key, with its labels; None where it has others."""
-        axes = {self._axis(each): each for each in (*self.batch, *self.query, *self.key)}
+        sides = {"query": self.query, "key": self.key}
         used = {axis for axis in range(RANK) if value.shape[axis] != 1}
-        sides = [set(self._axes(self.query)), set(self._axes(self.key))]
-        kind = next((name for name, mine, other in (("query", *sides), ("key", *sides[::-1])) if used & mine and not used & other), None)
-        if kind is None or not used <= set(axes) or var.aval.dtype.name == "bfloat16" or value.dtype.kind == "f":
+        name = next((name for name, mine in sides.items() if not used.isdisjoint(self._axes(mine))), "")
+        axes = {self._axis(each): each for each in (*self.batch, *sides.get(name, ()))}
+        if not name or not used <= set(axes) or value.dtype.kind == "f":
             return None
         labels = []
         for size, at in zip(var.aval.shape, index, strict=True):
@@ -358,7 +384,7 @@ class _Matching:
             if along and not np.array_equal(at, self.values.index(along[0])):
                 return None
             labels.append((axes[along[0]],) if along else ())
-        return kind, var, tuple(labels), value
+        return name, var, tuple(labels), value.dtype.kind
 
     def _interval(self, allowed: np.ndarray, data: np.ndarray) -> tuple[int | None, int | None] | None:
         """The least and the largest distance of a query from a key that it sees, None where there is no bound; None where it is no interval."""
@@ -402,7 +428,7 @@ class _Matching:
                 return found
 
             q, k = partial(at, self.q[1], True), partial(at, self.k[1], False)
-            self._begin(self._given(lambda index: size * q(index), k))
+            self._begin({**self.data, **self._given(lambda index: size * q(index), k)})
             x = np.full((1,) * RANK, size)
             for each in self.key:
                 x = x * np.sin(self.values.index(self._axis(each)) + 1.0)
@@ -419,7 +445,7 @@ class _Matching:
                 raise _Different("its weights do not grow with the products of queries and keys")
             width = math.prod(d.size for d in self.width)
             scale = next((each for each in (1.0, width**-0.5, 1 / width) if math.isclose(scale, each, rel_tol=1e-6)), float(f"{scale:.9g}"))
-            difference, low, high = logits(1e-4 * 60 / (scale * (high - low)))  # logits that differ by 60
+            difference, low, high = logits(1e-4 * REACH / (scale * (high - low)))
         return scale, _cap(difference, scale * low, scale * high)
 
     def _rows(self, x: np.ndarray) -> np.ndarray:
@@ -432,7 +458,7 @@ class _Matching:
     def _assigned(self, mask: Mask, allowed: np.ndarray, over_keys: list[Exit], over_queries: list[Exit]) -> Attention:
         """The attention of these exits, compared with the formula in all its results."""
         self.allowed = allowed
-        self._begin({})
+        self._begin(self.data)
         output: Exit | None = None
         for exit in over_keys:
             if self._same(self._at(exit.result), self._output(self._at(exit.other))):
@@ -446,7 +472,7 @@ class _Matching:
             gradients, backward = self._gradients(v, rest)
             v = v or backward[2]
         if v is None:
-            raise _Different(self._random() or "its result is not the product of a softmax and values")
+            raise _Different(self._random() or NOT_ITS_RESULT)
         value_width = tuple(d for d in flattened(v[1]) if d not in {*self.batch, *self.key})
         return Attention(
             self.region, self.batch, self.group, self.query, self.key, self.width, value_width, self.q, self.k, v, output, backward,
@@ -486,11 +512,14 @@ class _Matching:
                 if (n := next(which, None)) is not None:
                     found[n] = exit
             if any(found):
+                if v is not None:
+                    _aligned(*(tuple((d,) for d in flattened(x) if d not in {*self.batch, *self.key}) for x in (mine[1], v[1])))
                 for exit, own in zip(found, widths, strict=True):
                     if exit is not None:
                         _aligned(tuple((d,) for d in self._own(exit)), tuple((d,) for d in own))
                 return tuple(found), (self._read(found[1], self.q), self._read(found[0], self.k), mine, cotangent)
-        raise _Different(self._random() or "its backward pass is not the derivative of softmax attention")
+        is_backward = len(self.region.roots) > 1
+        raise _Different(self._random() or (NOT_ITS_GRADIENT if is_backward else NOT_ITS_RESULT))
 
     def _own(self, exit: Exit) -> list[Dimension]:
         """The dimensions of an exit's result that its scores have not."""

@@ -7,7 +7,8 @@ from outside, and trip by trip from one loop to another that runs as often.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal as OneOf
 
@@ -87,11 +88,73 @@ class Scope:
         """The scopes around this one and itself, outermost first."""
         return [*(self.parent.path() if self.parent else ()), self]
 
-    def insert(self, eqns: Sequence[JaxprEqn]) -> None:
-        """Adds equations right behind the last step whose results they read."""
-        read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)}
-        at = max((k + 1 for k, step in enumerate(self.steps) if not read.isdisjoint(made_by(step))), default=0)
-        self.steps[at:at] = eqns
+    def call(
+        self,
+        traced: ClosedJaxpr,
+        operands: Sequence[Var],
+        like: JaxprEqn,
+        changed: Callable[[JaxprEqn], JaxprEqn] = lambda eqn: eqn,
+    ) -> list[Atom]:
+        """The results of a traced function of variables of this scope, computed where ``like`` is, with its names and its line.
+
+        Args:
+            changed: gives each equation as it is to be.
+        """
+        names: dict[Var, Atom] = dict(zip(traced.jaxpr.invars, operands, strict=True))
+        names |= {var: self.captured(var, value) for var, value in zip(traced.jaxpr.constvars, traced.consts, strict=True)}
+        steps: list[JaxprEqn | Scope] = []
+        results = _inlined(self, steps, traced.jaxpr, names, like, True)
+        at = next(k for k, step in enumerate(self.steps) if like.outvars[0] in made_by(step))
+        self.steps[at:at] = [step if isinstance(step, Scope) else changed(step) for step in steps]
+        return results
+
+    def captured(self, var: Var, value: Any) -> Var:
+        """The variable by which a captured array is read here."""
+        root = self.root
+        found = next((v for v, known in root.constants.items() if known is value), None)
+        if found is None:
+            found = Var(var.aval)
+            root.constants[found] = value
+        reached = self.reached(found, root)
+        assert reached is not None
+        return reached
+
+    def substitute(self, new: Mapping[Var, Atom]) -> None:
+        """Reads other variables in place of some."""
+
+        def renamed(atoms: Sequence[Atom]) -> list[Atom]:
+            return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+        for k, step in enumerate(self.steps):
+            if isinstance(step, Scope):
+                for each in step.inputs:
+                    (each.outer,) = renamed([each.outer]) if each.outer is not None else (None,)
+            elif any(isinstance(x, Var) and x in new for x in step.invars):
+                self.steps[k] = step.replace(invars=renamed(step.invars))
+        for each in self.outputs:
+            (each.inner,) = renamed([each.inner])
+
+    def put_in_order(self) -> None:
+        """Brings steps in an order in which each comes after what it reads, as near to the present one as that allows."""
+        maker = {v: k for k, step in enumerate(self.steps) for v in made_by(step)}
+        readers: dict[int, list[int]] = {}
+        missing = [0] * len(self.steps)
+        for k, step in enumerate(self.steps):
+            for at in {maker[v] for v in read_by(step) if isinstance(v, Var) and v in maker}:
+                readers.setdefault(at, []).append(k)
+                missing[k] += 1
+        ready = [k for k, count in enumerate(missing) if not count]
+        order: list[int] = []
+        heapq.heapify(ready)
+        while ready:
+            order.append(heapq.heappop(ready))
+            for reader in readers.get(order[-1], ()):
+                missing[reader] -= 1
+                if not missing[reader]:
+                    heapq.heappush(ready, reader)
+        if len(order) < len(self.steps):
+            raise ValueError("a step reads what is made of its results")
+        self.steps = [self.steps[k] for k in order]
 
     def entered(self, outer: Atom, passing: Passing) -> Var:
         """The variable by which an outer value is read here; a new input where there is none."""
@@ -193,23 +256,17 @@ def _filled(scope: Scope, jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[
     """Puts the equations of a body into a scope; gives its results."""
     scope.inputs = list(inputs)
     names: dict[Var, Atom] = dict(zip(jaxpr.invars, (each.inner for each in inputs), strict=True))
-    names |= {var: _captured(scope, var, value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
-    return _inlined(scope, jaxpr, names, None, False)
+    names |= {var: scope.captured(var, value) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    return _inlined(scope, scope.steps, jaxpr, names, None, False)
 
 
-def _captured(scope: Scope, var: Var, value: Any) -> Var:
-    root = scope.root
-    found = next((v for v, known in root.constants.items() if known is value), None)
-    if found is None:
-        found = Var(var.aval)
-        root.constants[found] = value
-    reached = scope.reached(found, root)
-    assert reached is not None
-    return reached
+def _inlined(
+    scope: Scope, steps: list[JaxprEqn | Scope], jaxpr: Jaxpr, names: dict[Var, Atom], call: JaxprEqn | None, in_library: bool
+) -> list[Atom]:
+    """Appends the equations of a call to steps of a scope; gives its results.
 
-
-def _inlined(scope: Scope, jaxpr: Jaxpr, names: dict[Var, Atom], call: JaxprEqn | None, in_library: bool) -> list[Atom]:
-    """Appends the equations of a call; gives its results. Those of a library's function have the source line of its call."""
+    Those of a library's function have the source line of its call.
+    """
 
     def renamed(atoms: Sequence[Atom]) -> list[Atom]:
         return [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in atoms]
@@ -225,12 +282,12 @@ def _inlined(scope: Scope, jaxpr: Jaxpr, names: dict[Var, Atom], call: JaxprEqn 
             (body,) = subjaxprs(eqn)
             opened_body, consts = opened(body)
             own: dict[Var, Atom] = dict(zip(opened_body.invars, inner.invars, strict=True))
-            own |= {var: _captured(scope, var, value) for var, value in zip(opened_body.constvars, consts, strict=True)}
-            made = _inlined(scope, opened_body, own, inner, in_library or calls_library(eqn))
+            own |= {var: scope.captured(var, value) for var, value in zip(opened_body.constvars, consts, strict=True)}
+            made = _inlined(scope, steps, opened_body, own, inner, in_library or calls_library(eqn))
         elif eqn.primitive.name in NESTED:
-            scope.steps.append(_nested(scope, inner))
+            steps.append(_nested(scope, inner))
         else:
-            scope.steps.append(inner)
+            steps.append(inner)
         names.update(zip(eqn.outvars, made, strict=True))
     return renamed(jaxpr.outvars)
 

@@ -109,7 +109,8 @@ class Values:
         found = None if eqn is None else self._made(eqn, var, index)
         if found is None:
             self.made_up.add(var)
-            return _made_up(self._numbers.setdefault(var, len(self._numbers) + 1), var, index)
+            kind = "f" if var.aval.dtype.name == "bfloat16" else np.dtype(var.aval.dtype).kind
+            return made_up(self._numbers.setdefault(var, len(self._numbers) + 2), var.aval.shape, kind, index)
         return found
 
     def _made(self, eqn: JaxprEqn, var: Var, index: Index) -> np.ndarray | None:
@@ -205,21 +206,18 @@ def _wide(x: np.ndarray) -> np.ndarray:
     return x if kind == "b" else x.astype(np.int64) if kind in "iu" else x.astype(np.float64)
 
 
-def _made_up(seed: int, var: Var, index: Index) -> np.ndarray:
-    """Values that depend on the position of an element alone: numbers from -1 to 1, small integers, or truth values."""
+def made_up(seed: int, shape: Sequence[int], kind: str, index: Index) -> np.ndarray:
+    """Values that depend on the position of an element alone: numbers from -3 to 3, positive integers, or truth values."""
     place = np.zeros((1,) * RANK, np.uint64)
-    for size, at in zip(var.aval.shape, index, strict=True):
+    for size, at in zip(shape, index, strict=True):
         place = place * np.uint64(size) + at.astype(np.uint64)
     mixed = place + np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):  # splitmix64 (Steele et al., OOPSLA 2014)
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    kind = np.dtype(var.aval.dtype).kind if var.aval.dtype.name != "bfloat16" else "f"
-    match kind:
-        case "b":
-            return (mixed >> np.uint64(40)) % np.uint64(4) != 0
-        case "i" | "u":
-            return ((mixed >> np.uint64(40)) % np.uint64(3)).astype(np.int64)
-    return (mixed >> np.uint64(11)).astype(np.float64) / 2**52 - 1
+    if kind == "f":
+        return 3 * ((mixed >> np.uint64(11)).astype(np.float64) / 2**52 - 1)
+    whole = (mixed >> np.uint64(40)).astype(np.int64)
+    return whole % 4 != 0 if kind == "b" else whole
 
 
 # -- operations ------------------------------------------------------------------------------------------------------------

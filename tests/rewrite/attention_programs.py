@@ -105,8 +105,8 @@ def segments(q, k, v):
 
 
 def padded(q, k, v):
-    """Keys that are no padding."""
-    there = jax.lax.stop_gradient(k[:, :, 0, 0] > -1.0)
+    """Keys that are no padding, here by their first number."""
+    there = jax.lax.stop_gradient(v[:, :, 0, 0] > -1.0)
     return flax.nnx.dot_product_attention(q, k, v, mask=there[:, None, None, :])
 
 
@@ -138,6 +138,11 @@ def mixed_precision(q, k, v):
     return jnp.einsum("bhqk,bkhd->bqhd", p.astype(jnp.bfloat16), v)
 
 
+def by_keys(q, k, v):
+    """A mask by the keys themselves."""
+    return flax.linen.dot_product_attention(q, k, v, mask=(k[:, :, :, 0] > -1.0).transpose(0, 2, 1)[:, :, None, :])
+
+
 FUSED: dict[str, tuple[Callable, dict[str, Any]]] = {
     "plain": (plain, {}),
     "causal": (causal, {"lowest": 0}),
@@ -148,6 +153,7 @@ FUSED: dict[str, tuple[Callable, dict[str, Any]]] = {
     "flash_like": (flash_like, {"lowest": 0}),
     "segments": (segments, {"lowest": 0, "segments": True}),
     "padded": (padded, {"valid": True}),
+    "by_keys": (by_keys, {"valid": True}),
     "windowed": (windowed, {"lowest": 0, "highest": 5}),
     "both_sides": (both_sides, {"lowest": -4, "highest": 3, "scale": 0.3}),
     "jax_causal": (jax_causal, {"lowest": 0}),
@@ -200,6 +206,24 @@ def data_mask(q, k, v):
     return flax.linen.dot_product_attention(q, k, v, mask=(mask | jnp.eye(q.shape[1], dtype=bool))[:, None])
 
 
+def clipped(q, k, v):
+    scores = jnp.clip(jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5, -50.0, 50.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def of_some_heads(q, k, v):
+    """A local window in every other head."""
+    scores, at = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5, jnp.arange(q.shape[1])
+    near = (at[:, None] - at[None, :] < 5) | (jnp.arange(q.shape[2]) % 2 == 1)[:, None, None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(near & causal_mask(q.shape[1]), scores, BIG), axis=-1), v)
+
+
+def rows_without_keys(q, k, v):
+    """Padding of queries and keys: rows of padding see nothing."""
+    there = jax.lax.stop_gradient(v[:, :, 0, 0] > -1.0)
+    return flax.linen.dot_product_attention(q, k, v, mask=flax.linen.make_attention_mask(there, there))
+
+
 PLAIN: dict[str, tuple[Callable, str]] = {
     "with_bias": (with_bias, "bias"),
     "alibi": (alibi, "bias"),
@@ -207,6 +231,9 @@ PLAIN: dict[str, tuple[Callable, str]] = {
     "chunked": (chunked, "mask"),
     "prefix": (prefix, "mask"),
     "data_mask": (data_mask, "mask"),
+    "clipped": (clipped, "softmax"),
+    "of_some_heads": (of_some_heads, "mask"),
+    "rows_without_keys": (rows_without_keys, "mask"),
 }
 """What looks like attention and stays, with a word of the reason."""
 

@@ -78,6 +78,7 @@ class XlaTpu(Compiler):
     on v5e, whose gather takes 87) and computes slower beside it: the schedule of a scanned MLP took 11.3 to 11.8 ms for 10.8.
     """
 
+    fused_attention: ClassVar[str] = "splash attention"
     demotes_operands: ClassVar[bool] = True
     kernel_by_kernel: ClassVar[bool] = True
     product_per_window: ClassVar[bool] = True

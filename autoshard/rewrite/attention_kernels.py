@@ -1,0 +1,218 @@
+"""JAX's fused attention kernels as functions of queries, keys and values in one layout, and what each of them needs.
+
+Queries are ``[*batch, group, query, width]``, keys and values ``[*batch, key, width]``: a group of queries shares keys, and all the rest is
+independent. Kernels are mapped over the batch dimensions, so that each is an axis of their grid, and is split as such.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.extend.core import JaxprEqn
+
+from autoshard.ir.kernel import Kernel
+from autoshard.rules.kernels import kernel_of
+
+LANES = 128  # of a TPU's vector registers, in which splash attention's blocks are counted
+# Rows and columns of the blocks of scores that splash attention keeps in a TPU's vector memory: the largest that divide the lengths, of at most
+# these. MaxText's defaults (`sa_block_q` and its like in configs/base.yml).
+BLOCKS = (512, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a kernel is to compute.
+
+    Attributes:
+        batch: sizes of the batch dimensions.
+        group, query, key, width, value_width: the other sizes.
+        dtype: of queries, keys and values.
+        lowest, highest: the distances of queries from keys that are seen, None without an end.
+        segments: the shapes of the segments of queries and of keys, or of keys alone where those that are there have segment one; of size
+            one along batch dimensions that they lack. () where there are none.
+        scale, softcap: of scores; no cap is 0.0.
+    """
+
+    batch: tuple[int, ...]
+    group: int
+    query: int
+    key: int
+    width: int
+    value_width: int
+    dtype: str
+    lowest: int | None
+    highest: int | None
+    segments: tuple[tuple[int, ...], ...]
+    scale: float
+    softcap: float
+
+    @property
+    def is_masked(self) -> bool:
+        return self.lowest is not None or self.highest is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """A library's fused attention.
+
+    Attributes:
+        name: in messages and records.
+        missing: why it cannot compute a problem; empty where it can.
+        function: the function of queries (scaled, if ``scales`` is not set), keys, values and segments that computes it.
+        scales: whether it scales scores itself.
+        share: which part of a kernel's programs has something to do.
+    """
+
+    name: str
+    missing: Callable[[Problem], str]
+    function: Callable[[Problem, bool], Callable]
+    scales: bool
+    share: Callable[[Problem], float]
+
+
+# -- splash attention ------------------------------------------------------------------------------------------------------
+
+
+def _block(length: int, most: int) -> int:
+    """The largest block of at most so many positions, in multiples of the lanes, that divides a length."""
+    return next((size for size in range(most, 0, -LANES) if length % size == 0), 0)
+
+
+def _splash_missing(problem: Problem) -> str:
+    for name, size in (("queries", problem.query), ("keys", problem.key)):
+        if size % LANES:
+            return f"splash attention takes lengths that are multiples of {LANES}, and it has {size} {name}"
+    if problem.width % 64 or problem.value_width % 64:
+        return f"splash attention takes heads of widths that are multiples of 64, and its heads have {problem.width}"
+    if problem.width != problem.value_width:
+        return "splash attention takes keys and values of one width"
+    return "" if problem.dtype in ("bfloat16", "float32") else f"splash attention takes bfloat16 and float32, not {problem.dtype}"
+
+
+def _splash(problem: Problem, interpret: bool) -> Callable:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    shape = problem.query, problem.key
+    window = problem.highest, None if problem.lowest is None else -problem.lowest
+    one = masks.LocalMask(shape, window, 0) if problem.is_masked else masks.FullMask(shape)
+    if window == (None, 0):
+        one = masks.CausalMask(shape)
+    q, k = (_block(length, most) for length, most in zip(shape, BLOCKS, strict=True))
+    sizes = kernels.BlockSizes(
+        block_q=q, block_kv=k, block_kv_compute=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k
+    )
+    made = kernels.make_splash_mqa_single_device(
+        masks.MultiHeadMask([one] * problem.group),
+        block_sizes=sizes,
+        attn_logits_soft_cap=problem.softcap or None,
+        interpret=interpret,
+    )
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        def single(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+            if len(segments) == 1:  # of keys alone: those that are there
+                segments = jnp.ones(problem.query, jnp.int32), *segments
+            return made(q, k, v, kernels.SegmentIds(*segments) if segments else None)
+
+        mapped = single
+        for dim in range(len(problem.batch)):
+            at = len(problem.batch) - 1 - dim
+            mapped = jax.vmap(mapped, in_axes=(0, 0, 0, *(0 if x.shape[at] != 1 else None for x in segments)))
+        squeezed = [x.reshape([size for size in x.shape[: len(problem.batch)] if size != 1] + [x.shape[-1]]) for x in segments]
+        return mapped(q, k, v, *squeezed)
+
+    return attend
+
+
+def _splash_share(problem: Problem) -> float:
+    """The part of the blocks of scores in which there is something to see."""
+    if not problem.is_masked:
+        return 1.0
+    rows, columns = _block(problem.query, BLOCKS[0]), _block(problem.key, BLOCKS[1])
+    first = np.arange(0, problem.query, rows)[:, None] - np.arange(0, problem.key, columns)[None, :]
+    most, least = first + rows - 1, first - columns + 1
+    seen = (most >= (-math.inf if problem.lowest is None else problem.lowest)) & (
+        least <= (math.inf if problem.highest is None else problem.highest)
+    )
+    return float(seen.mean())
+
+
+# -- cuDNN's attention -----------------------------------------------------------------------------------------------------
+
+
+def _cudnn_missing(problem: Problem) -> str:
+    if problem.dtype not in ("bfloat16", "float16"):
+        return f"cuDNN's attention takes bfloat16 and float16, not {problem.dtype}"
+    if problem.softcap:
+        return "cuDNN's attention caps no logits"
+    if problem.segments:
+        return "cuDNN's attention takes no segments"
+    if problem.width % 8 or problem.value_width % 8 or max(problem.width, problem.value_width) > 128:
+        return f"cuDNN's attention takes heads of widths up to 128 in multiples of 8, and its heads have {problem.width}"
+    if problem.width != problem.value_width:
+        return "cuDNN's attention takes keys and values of one width"
+    if problem.is_masked and (problem.lowest != 0 or problem.query != problem.key):
+        return "cuDNN's attention takes causal masks and windows before each query, of as many queries as keys"
+    return ""
+
+
+def _cudnn(problem: Problem, interpret: bool) -> Callable:
+    """The attention that `jax.nn` has for cuDNN; its layout is batch, length, heads, width."""
+    batch, heads = math.prod(problem.batch[:-1]), math.prod(problem.batch[-1:])
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        window = None if problem.highest is None else (problem.highest, 0)
+        q = jnp.moveaxis(q.reshape(batch, heads * problem.group, problem.query, problem.width), 1, 2)
+        k, v = (jnp.moveaxis(x.reshape(batch, heads, *x.shape[-2:]), 1, 2) for x in (k, v))
+        made = jax.nn.dot_product_attention(
+            q, k, v, is_causal=problem.lowest == 0, scale=problem.scale, local_window_size=window, implementation="cudnn"
+        )
+        return jnp.moveaxis(made, 2, 1).reshape(*problem.batch, problem.group, problem.query, problem.value_width)
+
+    return attend
+
+
+SPLASH = Implementation("splash attention", _splash_missing, _splash, False, _splash_share)
+CUDNN = Implementation("cuDNN's attention", _cudnn_missing, _cudnn, True, lambda problem: 1.0)
+IMPLEMENTATIONS = {each.name: each for each in (SPLASH, CUDNN)}
+
+
+def estimated(eqn: JaxprEqn, share: float) -> JaxprEqn:
+    """A kernel with its work in its parameters, where it skips a part of its programs."""
+    if eqn.primitive.name != "pallas_call" or share == 1.0 or (work := kernel_of(eqn)) is None:
+        return eqn
+    return eqn.replace(params={**eqn.params, "cost_estimate": _estimate(work, share)})
+
+
+def _estimate(work: Kernel, share: float) -> pl.CostEstimate:
+    """The estimate of a part of a kernel's work; what its vector units do is counted as transcendentals."""
+    counts = (work.matrix_flops, work.vector_flops, work.nbytes)
+    flops, others, nbytes = (int(share * count) for count in counts)
+    return pl.CostEstimate(flops=flops, transcendentals=others, bytes_accessed=nbytes)
+
+
+def layouts(sizes: Sequence[int], order: Sequence[int], groups: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+    """A function that splits an array into dimensions of these sizes, orders them, and merges so many in turn."""
+
+    def arranged(x: jax.Array) -> jax.Array:
+        x = _reshaped(x, sizes)
+        x = x if list(order) == list(range(len(order))) else x.transpose(order)
+        merged, at = list[int](), 0
+        for count in groups:
+            merged.append(math.prod(x.shape[at : at + count]))
+            at += count
+        return _reshaped(x, merged)
+
+    return arranged
+
+
+def _reshaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:
+    return x if tuple(x.shape) == tuple(shape) else x.reshape(tuple(shape))
+
