@@ -356,7 +356,7 @@ class _Matching:
         keys = [each for each in found if each is not None and each[0] == "key"]
         for _, u, one, kind in queries:
             for _, w, other, same in keys:
-                if kind == same and kind in "iu":
+                if kind == same and kind in "iu" and self.wiring.source(u) is self.wiring.source(w):  # so that each query sees itself
                     yield {u: partial(self._diverse, u), w: partial(self._diverse, w)}, ((u, one), (w, other)), None
         for _, w, other, kind in keys:
             for nonzero in (True, False):
