@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoshard.errors import StrategyError
+from autoshard.rewrite.attention import FusedAttention
+from autoshard.rewrite.attention import proposals as fused_attention
 from autoshard.rewrite.base import Rewrite, rewritten
 from autoshard.rewrite.experts import PackedExperts
 from autoshard.rewrite.experts import proposals as packed_experts
@@ -12,9 +14,9 @@ from autoshard.rewrite.padding import Padded
 
 __all__ = ["PROPOSALS", "Rewrite", "Rewriting", "from_json", "rewritten", "to_json"]
 
-KINDS: dict[str, type[Rewrite]] = {each.kind: each for each in (PackedExperts, Padded)}
+KINDS: dict[str, type[Rewrite]] = {each.kind: each for each in (FusedAttention, PackedExperts, Padded)}
 
-PROPOSALS: tuple[Proposals, ...] = (packed_experts,)
+PROPOSALS: tuple[Proposals, ...] = (fused_attention, packed_experts)
 """In the order in which they are applied."""
 
 

@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jax.extend.core import JaxprEqn
 
 from autoshard.ir.kernel import Kernel
-from autoshard.rules.kernels import kernel_of
+from autoshard.rules.kernel_work import kernel_of
 
 LANES = 128  # of a TPU's vector registers, in which splash attention's blocks are counted
-# Rows and columns of the blocks of scores that splash attention keeps in a TPU's vector memory: the largest that divide the lengths, of at most
-# these. MaxText's defaults (`sa_block_q` and its like in configs/base.yml).
+# Rows and columns of the blocks of scores that splash attention keeps in a TPU's vector memory: the largest that divide the lengths, of at
+# most these, which are MaxText's defaults (`sa_block_q` and its like in configs/base.yml).
 BLOCKS = (512, 512)
 
 

@@ -16,7 +16,6 @@ from typing import Literal as OneOf
 from jax.extend.core import JaxprEqn, Var
 
 from autoshard.rewrite.dimensions import (
-    Dimension,
     Labels,
     Mismatch,
     backward,
@@ -27,7 +26,7 @@ from autoshard.rewrite.dimensions import (
     product_of,
     unify,
 )
-from autoshard.rewrite.scopes import Wiring
+from autoshard.rewrite.scopes import Wiring, shape_of
 from autoshard.rewrite.values import ELEMENTWISE, REDUCTIONS
 
 Kind = OneOf["scores", "output", "mixed"]
@@ -88,7 +87,7 @@ class Region:
         """The sizes of the elementary dimensions of one of a variable."""
         known = [self.labels.get(var), *(labels for v, labels in self._operands() if v is var)]
         found = max((flattened((labels[dim],)) for labels in known if labels is not None), key=len, default=())
-        return tuple(each.size for each in found) or (var.aval.shape[dim],)
+        return tuple(each.size for each in found) or (shape_of(var)[dim],)
 
     def _operands(self) -> list[tuple[Var, Labels]]:
         return [
@@ -113,7 +112,7 @@ class _Following:
         self._searched: set[Var] = set()
 
     def region(self, eqn: JaxprEqn) -> Region:
-        self._base = tuple(fresh(size, False) for size in eqn.outvars[0].aval.shape)
+        self._base = tuple(fresh(size, False) for size in shape_of(eqn.outvars[0]))
         self._root(eqn, self._base)
         done: set[tuple] = set()
         while self._queue or self._settled():
@@ -180,7 +179,7 @@ class _Following:
             if "scores" in kinds:
                 self._contract(eqn)
             return
-        others = [x for x in read if x not in found.labels and x.aval.shape == eqn.outvars[0].aval.shape]
+        others = [x for x in read if x not in found.labels and shape_of(x) == shape_of(eqn.outvars[0])]
         is_elementwise = eqn.primitive.name in ELEMENTWISE
         if kinds == {"output"}:  # perhaps on its way to being normalised
             if not others and (exits := {self._exit_of[x] for x in read if x in self._exit_of}) and len(exits) == 1:

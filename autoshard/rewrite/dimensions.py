@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jax.extend.core import JaxprEqn, Var
 
+from autoshard.rewrite.scopes import shape_of
 from autoshard.rewrite.values import ELEMENTWISE, IDENTITIES, REDUCTIONS
 
 
@@ -132,13 +133,13 @@ def forward(eqn: JaxprEqn, operands: Sequence[Labels | None]) -> Labels | None:
     Raises:
         Mismatch: operands that are combined have different dimensions.
     """
-    name, params, made = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
+    name, params, made = eqn.primitive.name, eqn.params, shape_of(eqn.outvars[0])
     known = next((labels for labels in operands if labels is not None), None)
     if known is None:
         return None
     if name in ELEMENTWISE or name in IDENTITIES:
         return _combined([labels for labels in operands if labels is not None and len(labels) == len(made)], made)
-    operand = eqn.invars[0].aval.shape
+    operand = shape_of(eqn.invars[0])
     match name:
         case "broadcast_in_dim":
             found = [fresh(size) for size in made]
@@ -171,7 +172,7 @@ def backward(eqn: JaxprEqn, made: Labels) -> Iterator[tuple[Var, Labels]]:
     name, params = eqn.primitive.name, eqn.params
     if name in ELEMENTWISE or name in IDENTITIES:
         for x in eqn.invars:
-            if isinstance(x, Var) and x.aval.shape == eqn.outvars[0].aval.shape:
+            if isinstance(x, Var) and shape_of(x) == shape_of(eqn.outvars[0]):
                 yield x, made
         return
     if not eqn.invars or not isinstance(x := eqn.invars[0], Var):
@@ -180,7 +181,7 @@ def backward(eqn: JaxprEqn, made: Labels) -> Iterator[tuple[Var, Labels]]:
         places = dict(zip(params["permutation"], made, strict=True))
         yield x, tuple(places[dim] for dim in range(len(made)))
     elif name in ("reshape", "squeeze", "expand_dims"):
-        yield x, reshaped(made, x.aval.shape)
+        yield x, reshaped(made, shape_of(x))
 
 
 def product(eqn: JaxprEqn, made: Labels) -> tuple[Labels, Labels]:
@@ -189,13 +190,13 @@ def product(eqn: JaxprEqn, made: Labels) -> tuple[Labels, Labels]:
     one: dict[int, Label] = dict(zip(left_batch, made, strict=False))
     other: dict[int, Label] = dict(zip(right_batch, made, strict=False))
     for i, j in zip(left, right, strict=True):
-        one[i] = other[j] = fresh(a.aval.shape[i])
+        one[i] = other[j] = fresh(shape_of(a)[i])
     rest = iter(made[len(left_batch) :])
     for known, x in ((one, a), (other, b)):
-        for dim in range(x.aval.ndim):
+        for dim in range(len(shape_of(x))):
             if dim not in known:
                 known[dim] = next(rest)
-    return tuple(one[dim] for dim in range(a.aval.ndim)), tuple(other[dim] for dim in range(b.aval.ndim))
+    return tuple(one[dim] for dim in range(len(shape_of(a)))), tuple(other[dim] for dim in range(len(shape_of(b))))
 
 
 def product_of(eqn: JaxprEqn, side: int, labels: Labels) -> tuple[Labels, Labels]:
@@ -203,8 +204,8 @@ def product_of(eqn: JaxprEqn, side: int, labels: Labels) -> tuple[Labels, Labels
     contracted, batch = eqn.params["dimension_numbers"]
     theirs, mine = eqn.invars[1 - side], eqn.invars[side]
     known: dict[int, Label] = {j: labels[i] for group in (contracted, batch) for i, j in zip(group[side], group[1 - side], strict=True)}
-    other = tuple(known.get(dim, fresh(size)) for dim, size in enumerate(theirs.aval.shape))
+    other = tuple(known.get(dim, fresh(size)) for dim, size in enumerate(shape_of(theirs)))
     used = [{*contracted[k], *batch[k]} for k in (0, 1)]
-    rest = {side: [labels[d] for d in range(mine.aval.ndim) if d not in used[side]]}
-    rest[1 - side] = [other[d] for d in range(theirs.aval.ndim) if d not in used[1 - side]]
+    rest = {side: [labels[d] for d in range(len(shape_of(mine))) if d not in used[side]]}
+    rest[1 - side] = [other[d] for d in range(len(shape_of(theirs))) if d not in used[1 - side]]
     return other, (*(labels[dim] for dim in batch[side]), *rest[0], *rest[1])

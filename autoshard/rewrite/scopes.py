@@ -1,8 +1,8 @@
 """A program as lists of equations that can be edited: calls inlined, loops and checkpoints as scopes of their own.
 
-A scope is the program itself, the body of a `jax.lax.scan` or that of a `jax.checkpoint`. Each variable belongs to one scope. Values pass from
-scope to scope through inputs and outputs, which `Scope.reached` adds where a rewrite reads a value from elsewhere: as a loop's constant
-from outside, and trip by trip from one loop to another that runs as often.
+A scope is the program itself, the body of a `jax.lax.scan` or that of a `jax.checkpoint`. Each variable belongs to one scope. Values pass
+from scope to scope through inputs and outputs, which `Scope.reached` adds where a rewrite reads a value from elsewhere: as a loop's
+constant from outside, and trip by trip from one loop to another that runs as often.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal as OneOf
+from typing import Any
+from typing import Literal as OneOf
 
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -372,3 +373,13 @@ class Wiring:
             if atom is before:
                 break
         return atom
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of a variable or a literal."""
+    return x.aval.shape
+
+
+def dtype_of(x: Any) -> Any:
+    """Its element type."""
+    return x.aval.dtype

@@ -1,9 +1,9 @@
 """Values of a traced program at chosen places of its arrays, in float64, from made-up inputs.
 
 A value is asked for at an index of each of its dimensions, as arrays that broadcast against each other, one axis of which runs through the
-chosen places of one dimension of the computation. Rearrangements then only change indices; a sum or a product runs through the chosen places of
-what it contracts, as if there were no others. So what a part of a program computes, and a formula that it is compared with, are evaluated in a few
-thousand numbers, whatever the sizes of the arrays. Roundings to narrower types are left out.
+chosen places of one dimension of the computation. Rearrangements then only change indices; a sum or a product runs through the chosen
+places of what it contracts, as if there were no others. So what a part of a program computes, and a formula that it is compared with, are
+evaluated in a few thousand numbers, whatever the sizes of the arrays. Roundings to narrower types are left out.
 
 What is not evaluated (arguments, products that are not asked for, and operations that have no line below) has made-up values: one for
 each element, a function of its position alone.
@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from autoshard.recompute.flat import Atom
-from autoshard.rewrite.scopes import Wiring
+from autoshard.rewrite.scopes import Wiring, dtype_of, shape_of
 
 RANK = 30  # axes of the arrays of values; numpy has up to 64
 MOST = 8  # places of a dimension that are looked at, where positions along it do not matter
@@ -109,8 +109,8 @@ class Values:
         found = None if eqn is None else self._made(eqn, var, index)
         if found is None:
             self.made_up.add(var)
-            kind = "f" if var.aval.dtype.name == "bfloat16" else np.dtype(var.aval.dtype).kind
-            return made_up(self._numbers.setdefault(var, len(self._numbers) + 2), var.aval.shape, kind, index)
+            kind = "f" if dtype_of(var).name == "bfloat16" else np.dtype(dtype_of(var)).kind
+            return made_up(self._numbers.setdefault(var, len(self._numbers) + 2), shape_of(var), kind, index)
         return found
 
     def _made(self, eqn: JaxprEqn, var: Var, index: Index) -> np.ndarray | None:
@@ -119,10 +119,10 @@ class Values:
         if name in IDENTITIES:
             return self.at(operands[eqn.outvars.index(var)], index)
         if name in ELEMENTWISE:
-            read = [self.at(x, _narrowed(x.aval.shape, index)) for x in operands]
-            return np.asarray(ELEMENTWISE[name](var.aval.dtype, params, *read))
+            read = [self.at(x, _narrowed(shape_of(x), index)) for x in operands]
+            return np.asarray(ELEMENTWISE[name](dtype_of(var), params, *read))
         if name in MOVES:
-            return self.at(operands[0], MOVES[name](params, operands[0].aval.shape, var.aval.shape, index))
+            return self.at(operands[0], MOVES[name](params, shape_of(operands[0]), shape_of(var), index))
         if name in REDUCTIONS:
             return self._reduced(eqn, index)
         match name:
@@ -138,7 +138,7 @@ class Values:
         (x,), axes = eqn.invars, eqn.params["axes"]
         rest = iter(index)
         own = {dim: self._along(x, dim, used) for used in [set(_used(index))] for dim in axes}
-        whole = tuple(own[dim][0] if dim in own else next(rest) for dim in range(x.aval.ndim))
+        whole = tuple(own[dim][0] if dim in own else next(rest) for dim in range(len(shape_of(x))))
         along = [axis for _, axes_of in own.values() for axis in axes_of]
         return REDUCTIONS[eqn.primitive.name](self._spread(self.at(x, whole), along), axis=tuple(along), keepdims=True)
 
@@ -169,16 +169,16 @@ class Values:
             along += axes
         rest = iter(index[len(left_batch) :])
         for known, x in zip(at, (a, b), strict=True):
-            for dim in range(x.aval.ndim):
+            for dim in range(len(shape_of(x))):
                 if dim not in known:
                     known[dim] = next(rest)
-        one, other = (self.at(x, tuple(known[dim] for dim in range(x.aval.ndim))) for known, x in zip(at, (a, b), strict=True))
+        one, other = (self.at(x, tuple(known[dim] for dim in range(len(shape_of(x))))) for known, x in zip(at, (a, b), strict=True))
         return self._spread(one * other, along).sum(axis=tuple(along), keepdims=True)
 
     def _concatenated(self, eqn: JaxprEqn, index: Index) -> np.ndarray:
         dim, start, found = eqn.params["dimension"], 0, None
         for x in eqn.invars:
-            size = x.aval.shape[dim]
+            size = shape_of(x)[dim]
             inner = np.clip(index[dim] - start, 0, size - 1)
             part = self.at(x, (*index[:dim], inner, *index[dim + 1 :]))
             found = part if found is None else np.where(index[dim] >= start, part, found)

@@ -143,6 +143,12 @@ def by_keys(q, k, v):
     return flax.linen.dot_product_attention(q, k, v, mask=(k[:, :, :, 0] > -1.0).transpose(0, 2, 1)[:, :, None, :])
 
 
+def chunked(q, k, v):
+    """Tokens see those of their own chunk, as in Llama 4."""
+    at = jnp.arange(q.shape[1]) // 5
+    return flax.linen.dot_product_attention(q, k, v, mask=((at[:, None] == at[None, :]) & causal_mask(q.shape[1]))[None, None])
+
+
 FUSED: dict[str, tuple[Callable, dict[str, Any]]] = {
     "plain": (plain, {}),
     "causal": (causal, {"lowest": 0}),
@@ -154,6 +160,7 @@ FUSED: dict[str, tuple[Callable, dict[str, Any]]] = {
     "segments": (segments, {"lowest": 0, "segments": True}),
     "padded": (padded, {"valid": True}),
     "by_keys": (by_keys, {"valid": True}),
+    "chunked": (chunked, {"lowest": 0, "segments": True}),
     "windowed": (windowed, {"lowest": 0, "highest": 5}),
     "both_sides": (both_sides, {"lowest": -4, "highest": 3, "scale": 0.3}),
     "jax_causal": (jax_causal, {"lowest": 0}),
@@ -190,12 +197,6 @@ def sigmoid(q, k, v):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.sigmoid(jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
 
 
-def chunked(q, k, v):
-    """Tokens see those of their own chunk, as in Llama 4."""
-    at = jnp.arange(q.shape[1]) // 5
-    return flax.linen.dot_product_attention(q, k, v, mask=((at[:, None] == at[None, :]) & causal_mask(q.shape[1]))[None, None])
-
-
 def prefix(q, k, v):
     at = jnp.arange(q.shape[1])
     return flax.linen.dot_product_attention(q, k, v, mask=((at[None, :] < 6) | causal_mask(q.shape[1]))[None, None])
@@ -228,7 +229,6 @@ PLAIN: dict[str, tuple[Callable, str]] = {
     "with_bias": (with_bias, "bias"),
     "alibi": (alibi, "bias"),
     "dropout": (dropout, "random"),
-    "chunked": (chunked, "mask"),
     "prefix": (prefix, "mask"),
     "data_mask": (data_mask, "mask"),
     "clipped": (clipped, "softmax"),

@@ -1,0 +1,293 @@
+"""A program with its attention in kernels: forward kernels that keep what their backward kernels need, in loops over layers as well.
+
+Where a checkpoint computes attention again, the forward kernel runs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
+
+from autoshard.recompute.flat import Atom
+from autoshard.rewrite.attention_kernels import Implementation, Problem, estimated, layouts
+from autoshard.rewrite.attention_match import Attention, Refused, attentions
+from autoshard.rewrite.attention_roles import Operand, Roles
+from autoshard.rewrite.dimensions import Labels, flattened
+from autoshard.rewrite.scopes import NESTED, Scope, Wiring, closed, dtype_of, program, shape_of
+from autoshard.trace import Traced, rebuilt
+from autoshard.trace.libraries import assumed
+from autoshard.trace.origin import Origins
+from autoshard.trace.structure import types_of
+
+
+class _Stays(Exception):
+    """Why attention stays as it is written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A program with its attention in kernels.
+
+    Attributes:
+        traced: the program.
+        places: what is replaced, in words.
+        left: what looks like attention and stays, with the reasons.
+    """
+
+    traced: Traced
+    places: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def fused(traced: Traced, implementation: Implementation, interpret: bool = False) -> Fused:
+    """The program with its attention in kernels."""
+    used_elsewhere: set[int] = set()
+    while True:
+        root = program(traced.jaxpr)
+        fusing = _Fusing(root, Wiring.of(root), implementation, interpret, used_elsewhere)
+        fusing.run()
+        if not fusing.done:
+            return Fused(traced, (), tuple(fusing.left))
+        for scope in root.walk():
+            scope.put_in_order()
+        made = closed(root)
+        alive = {v for eqn in _equations(made.jaxpr) for v in eqn.outvars}
+        used = {number for number, (attention, _) in fusing.done.items() if any(r.eqn.outvars[0] in alive for r in attention.region.roots)}
+        if not used:
+            places = tuple(words for _, words in fusing.done.values())
+            return Fused(rebuilt(traced, made, traced.microbatches), places, tuple(fusing.left))
+        used_elsewhere |= used
+
+
+def _equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        if eqn.primitive.name in NESTED:
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _equations(inner)
+
+
+@dataclass(eq=False)
+class _Fusing:
+    """The replacement of a program's attention.
+
+    Attributes:
+        used_elsewhere: the numbers of attentions that stay, since something else reads their scores.
+        done: what was replaced, by number, with its place in words.
+        left: what stays, with the reasons.
+    """
+
+    root: Scope
+    wiring: Wiring
+    implementation: Implementation
+    interpret: bool
+    used_elsewhere: set[int]
+    done: dict[int, tuple[Attention, str]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    origins: Origins = field(default_factory=Origins)
+    kernels: dict[Problem, _Kernel] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Replaces what can be replaced."""
+        for number, found in enumerate([*attentions(self.root, self.wiring)]):
+            if isinstance(found, Refused):
+                self.left.append(f"attention at {self._line(found.eqn)} stays as it is written: {found.reason}")
+                continue
+            try:
+                if number in self.used_elsewhere:
+                    raise _Stays("its scores are used elsewhere, too")
+                self._replace(found)
+            except _Stays as error:
+                self.left.append(f"attention at {self._line(found.region.roots[0].eqn)} stays as it is written: {error}")
+            else:
+                self.done[number] = found, self._words(found)
+
+    def home(self, var: Var) -> Scope:
+        """The scope of a variable."""
+        return self.wiring.home[var]
+
+    def _line(self, eqn: JaxprEqn) -> str:
+        return str(self.origins.of(eqn, None, ""))
+
+    def _words(self, found: Attention) -> str:
+        mask, root = found.mask, found.region.roots[0].eqn
+        kinds = ["causal"] if mask.lowest == 0 else []
+        if mask.highest is not None or (mask.lowest or 0) != 0:
+            kinds.append("local window")
+        kinds += ["segments"] if mask.segments else ["padding"] if mask.valid else []
+        kinds += ["backward"] if found.output is None else []
+        return f"{self._line(root)} ({', '.join(kinds)})" if kinds else self._line(root)
+
+    def _replace(self, found: Attention) -> None:
+        """Puts kernels in the place of one attention."""
+        exits = [exit for exit in found.gradients if exit is not None]
+        homes = {self.wiring.home[exit.result[0]] for exit in exits}
+        if len(homes) > 1:
+            raise _Stays("its gradients are computed in different loops")
+        behind = next(iter(homes), None)
+        first = found.output
+        scope = self.wiring.home[first.result[0]] if first is not None else behind
+        assert scope is not None
+        roles = Roles.of(self.wiring, found, behind is not None)
+        kernel = self._kernel(roles.problem)
+        forward, like = _Placed(self, roles, scope), (first or exits[0]).eqn
+        inputs = forward.inputs(like)
+        results = scope.call(kernel.forward, inputs, like, kernel.estimated)
+        if first is not None:
+            forward.leave(results[0], roles.output, first.eqn, 1.0)
+        if behind is None:
+            return
+        backward, like = _Placed(self, roles, behind), exits[0].eqn
+        again = inputs if behind is scope else backward.inputs(like)
+        kept = [backward.kept(source, again, results, scope) for source in kernel.kept]
+        cotangent = backward.entered(roles.cotangent, ("group", "query", "value_width"), like, 1.0)
+        gradients = behind.call(kernel.backward, [*kept, cotangent], like, kernel.estimated)
+        scale = 1.0 if self.implementation.scales else found.scale
+        for exit, made, factor in zip(roles.gradients, gradients, (scale, 1.0, 1.0), strict=True):
+            if exit is not None:
+                backward.leave(made, exit, exits[0].eqn, factor)
+
+    def _kernel(self, problem: Problem) -> _Kernel:
+        if reason := self.implementation.missing(problem):
+            raise _Stays(reason)
+        if problem not in self.kernels:
+            self.kernels[problem] = _Kernel.of(problem, self.implementation, self.interpret)
+        return self.kernels[problem]
+
+
+@dataclass(frozen=True, eq=False)
+class _Kernel:
+    """A kernel traced for one problem.
+
+    Attributes:
+        forward: the function of queries, keys, values and segments to the output and what its gradient needs.
+        backward: that of what is needed and the output's cotangent to gradients of queries, keys and values.
+        kept: where what the gradient needs comes from: the number of an input, of a result of ``forward``, or a captured array.
+        estimated: gives a kernel's equation with its work.
+    """
+
+    forward: ClosedJaxpr
+    backward: ClosedJaxpr
+    kept: tuple[tuple[str, Any], ...]
+    estimated: Any
+
+    @classmethod
+    def of(cls, problem: Problem, implementation: Implementation, interpret: bool) -> _Kernel:
+        make = partial(jax.ShapeDtypeStruct, dtype=problem.dtype)
+        q = make((*problem.batch, problem.group, problem.query, problem.width))
+        k, v = (make((*problem.batch, problem.key, width)) for width in (problem.width, problem.value_width))
+        segments = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in problem.segments]
+        attend, trees = implementation.function(problem, interpret), list[Any]()
+
+        def forward(q: Any, k: Any, v: Any, *segments: Any) -> Any:
+            made, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *segments), q, k, v)
+            leaves, tree = jax.tree.flatten(pull)
+            trees[:] = [tree]
+            return [made, *leaves]
+
+        with assumed():
+            first = jax.make_jaxpr(forward)(q, k, v, *segments)
+            made, *leaves = first.out_avals
+            second = jax.make_jaxpr(lambda leaves, ct: trees[0].unflatten(leaves)(ct))([*_shapes(leaves)], *_shapes([made]))
+        inputs, constants = first.jaxpr.invars, dict(zip(first.jaxpr.constvars, first.consts, strict=True))
+        kept: list[tuple[str, Any]] = []
+        for number, x in enumerate(first.jaxpr.outvars[1:], 1):
+            if isinstance(x, Var) and x in constants:
+                kept.append(("constant", (x, constants[x])))
+            else:
+                kept.append(("input", inputs.index(x)) if x in inputs else ("result", number))
+        return cls(first, second, tuple(kept), partial(estimated, share=implementation.share(problem)))
+
+
+def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
+
+
+@dataclass(frozen=True, eq=False)
+class _Placed:
+    """The operands and results of kernels in one scope."""
+
+    fusing: _Fusing
+    roles: Roles
+    scope: Scope
+
+    def inputs(self, like: JaxprEqn) -> list[Atom]:
+        """The queries, keys, values and segments as the kernel takes them."""
+        roles, scales = self.roles, self.fusing.implementation.scales
+        found = [self.entered(roles.q, ("group", "query", "width"), like, 1.0 if scales else roles.scale)]
+        found += [self.entered(x, ("key", width), like, 1.0) for x, width in ((roles.k, "width"), (roles.v, "value_width"))]
+        return [*found, *(self._segments(x, name, like) for x, name in zip(roles.segments, roles.segmented, strict=True))]
+
+    def entered(self, operand: Operand, roles: Sequence[str], like: JaxprEqn, factor: float) -> Atom:
+        """An operand in the kernel's layout and type, scaled."""
+        var, labels = self._reached(operand[0]), flattened(operand[1])
+        dims = [*((each,) for each in self.roles.batch), *(self.roles.dimensions[role] for role in roles)]
+        order = [labels.index(d) for group in dims for d in group]
+        arranged = layouts([d.size for d in labels], order, [len(group) for group in dims])
+        dtype = self.roles.problem.dtype
+
+        def function(x: jax.Array) -> jax.Array:
+            x = x if factor == 1.0 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) * np.float32(factor)
+            return arranged(x.astype(dtype))
+
+        return self._called(function, var, like)
+
+    def _segments(self, operand: tuple[Var, Labels, bool | None], name: str, like: JaxprEqn) -> Atom:
+        """Segments of queries or keys, by the batch dimensions that they have; all those of keys that are there are one segment."""
+        var, labels, nonzero = operand
+        own, positions = flattened(labels), self.roles.dimensions[name]
+        shape = [*(d.size if d in own else 1 for d in self.roles.batch), -1]
+        order = [own.index(d) for d in (*self.roles.batch, *positions) if d in own]
+
+        def function(x: jax.Array) -> jax.Array:
+            x = x.reshape([d.size for d in own]).transpose(order)
+            x = x if nonzero is None else (x != 0) == nonzero
+            return x.astype(jnp.int32).reshape(shape)
+
+        return self._called(function, self._reached(var), like)
+
+    def _called(self, function: Any, var: Var, like: JaxprEqn) -> Atom:
+        (made,) = self.scope.call(jax.make_jaxpr(function)(*types_of([var])), [var], like)
+        return made
+
+    def _reached(self, var: Var) -> Var:
+        found = self.scope.reached(var, self.fusing.home(var))
+        if found is None:
+            raise _Stays("what it reads is made in another loop")
+        return found
+
+    def kept(self, source: tuple[str, Any], inputs: Sequence[Atom], results: Sequence[Atom], home: Scope) -> Atom:
+        """What a backward kernel needs, in this scope."""
+        kind, which = source
+        if kind == "constant":
+            return self.scope.captured(*which)
+        atom = inputs[which] if kind == "input" else results[which]
+        if kind == "input" or isinstance(atom, Literal) or home is self.scope:
+            return atom
+        found = self.scope.reached(atom, home)
+        if found is None:
+            raise _Stays("its backward pass is in another loop")
+        return found
+
+    def leave(self, made: Atom, result: Operand, like: JaxprEqn, factor: float) -> None:
+        """Puts a result of a kernel in the place of what it replaces."""
+        (var, labels), roles = result, self.roles
+        own = roles.own(labels)
+        now = [*roles.batch, *(d for role in own for d in roles.dimensions[role])]
+        order = [now.index(d) for d in flattened(labels)]
+        counts = [len(flattened((label,))) for label in labels]
+        arranged = layouts([d.size for d in now], order, counts)
+
+        def function(x: jax.Array) -> jax.Array:
+            x = x if factor == 1.0 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) * np.float32(factor)
+            return arranged(x).astype(dtype_of(var)).reshape(shape_of(var))
+
+        assert isinstance(made, Var)
+        self.scope.substitute({var: self._called(function, made, like)})

@@ -1,0 +1,161 @@
+"""Attention in kernels: results are those of the program as it is written, and the kernels are those of the library."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+from autoshard.cluster import Cluster
+from autoshard.rewrite import Rewriting, from_json, to_json
+from autoshard.rewrite.attention import FusedAttention, proposals
+from autoshard.rewrite.attention_kernels import CUDNN, SPLASH
+from autoshard.rewrite.attention_program import fused
+from autoshard.trace import Traced, trace
+from tests.rewrite.attention_programs import FUSED, arrays, causal, gradients, grouped
+
+KV_HEADS = {"grouped": 2, "unnormalised": 2}
+
+
+def kernels(traced: Traced) -> list[str]:
+    """The kernels that a program calls, at any depth."""
+    return [op.primitive for op in traced.graph.walk() if op.kernel is not None]
+
+
+def values(traced: Traced, seed: int = 0) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    kinds = [(v.shape, v.dtype) for v in traced.jaxpr.in_avals]
+    return [jnp.asarray(0.1 * rng.standard_normal(s) if d.kind != "i" else rng.integers(0, 3, s), d) for s, d in kinds]
+
+
+def assert_equal(one: Traced, other: Traced, tolerance: float) -> None:
+    args = values(one)
+    for a, b in zip(jax.jit(jaxpr_as_fun(one.jaxpr))(*args), jax.jit(jaxpr_as_fun(other.jaxpr))(*args), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        np.testing.assert_allclose(b, a, rtol=tolerance, atol=tolerance * np.abs(a).max())
+
+
+@pytest.mark.parametrize("name", ["unnormalised", "grouped", "softcap", "segments", "padded", "both_sides"])
+def test_results_and_gradients_are_those_of_the_program(name: str) -> None:
+    """Splash attention in interpret mode computes what is written, forward and backward."""
+    args = arrays(length=256, width=64, kv_heads=KV_HEADS.get(name, 4), batch=1)
+    traced = trace(gradients(FUSED[name][0]), *args)
+    made = fused(traced, SPLASH, interpret=True)
+    assert len(made.places) == 1 and kernels(made.traced) == ["pallas_call"] * 3
+    assert_equal(traced, made.traced, 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("remat", [False, True])
+def test_results_and_gradients_of_all_spellings(name: str, remat: bool) -> None:
+    """The same of all ways to write it, and of checkpoints."""
+    args = arrays(length=256, width=64, kv_heads=KV_HEADS.get(name, 4))
+    traced = trace(gradients(FUSED[name][0], remat=remat), *args)
+    assert_equal(traced, fused(traced, SPLASH, interpret=True).traced, 2e-2 if name == "mixed_precision" else 5e-6)
+
+
+def test_repeated_keys_are_read_once() -> None:
+    """Keys and values that are repeated for a group enter the kernel before that, and their gradients leave it summed."""
+    args = arrays(length=128, width=64, heads=4, kv_heads=2)
+    made = fused(trace(gradients(grouped), *args), SPLASH, interpret=True).traced
+    made_shapes = [made.graph.values[n].shape for op in made.graph.walk() for n in op.results]
+    assert (2, 128, 2, 2, 64) not in made_shapes  # keys of two heads for two queries each
+
+
+def layers(body: Callable, count: int = 2, policy: Any = None, remat: bool = False) -> Callable:
+    """The gradient of scanned layers."""
+    body = jax.checkpoint(body, policy=policy) if remat else body
+
+    def loss(weights, x, ids):
+        def layer(x, w):
+            return body(x, w, ids), None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, x, weights)[0]))
+
+    return jax.grad(loss)
+
+
+def block(x, w, ids):
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, w[n]) for n in range(3))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 8**-0.5
+    mask = (ids[:, None, :, None] == ids[:, None, None, :]) & jnp.tril(jnp.ones((x.shape[1],) * 2, bool))
+    p = jax.nn.softmax(jnp.where(mask, scores, -1e9))
+    return x + jnp.einsum("bhqk,bkhd->bqhd", p, v).reshape(x.shape)
+
+
+SCANNED = (
+    jax.ShapeDtypeStruct((2, 3, 128, 2, 64), jnp.float32),
+    jax.ShapeDtypeStruct((1, 128, 128), jnp.float32),
+    jax.ShapeDtypeStruct((1, 128), jnp.int32),
+)
+
+
+@pytest.mark.parametrize("how", ["kept", "remat", "products kept"])
+def test_scanned_layers_pass_on_what_the_backward_kernel_needs(how: str) -> None:
+    """A loop's forward kernel runs again in a checkpoint only; scores are no longer stacked over layers."""
+    policy = jax.checkpoint_policies.dots_saveable if how == "products kept" else None
+    traced = trace(layers(block, policy=policy, remat=how != "kept"), *SCANNED)
+    made = fused(traced, SPLASH, interpret=True)
+    assert len(kernels(made.traced)) == (3 if how == "kept" else 4 if how == "remat" else len(kernels(made.traced)))
+    stacked = [made.traced.graph.values[n].shape for op in made.traced.graph.walk() for n in op.results]
+    assert (2, 1, 2, 128, 128) not in stacked and made.places
+    assert_equal(traced, made.traced, 1e-5)
+
+
+def test_attention_whose_weights_are_returned_stays() -> None:
+    """Where something else reads the scores, nothing is replaced, and the reason is told."""
+
+    def returned(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+        return jnp.einsum("bhqk,bkhd->bqhd", p, v), p
+
+    traced = trace(returned, *arrays(length=128, width=64)[:3])
+    made = fused(traced, SPLASH)
+    assert made.traced is traced and not made.places and "used elsewhere" in made.left[0]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "reason"),
+    [
+        (SPLASH, {"length": 100, "width": 64}, "multiples of 128"),
+        (SPLASH, {"length": 128, "width": 24}, "multiples of 64"),
+        (CUDNN, {"length": 128, "width": 64}, "bfloat16 and float16"),
+        (CUDNN, {"length": 128, "width": 256, "dtype": jnp.bfloat16}, "up to 128"),
+    ],
+)
+def test_what_a_kernel_cannot_take_stays_with_the_reason(kernel: Any, change: dict, reason: str) -> None:
+    """Lengths, widths and types that the library refuses."""
+    made = fused(trace(causal, *arrays(**change)[:3]), kernel)
+    assert not made.places and reason in made.left[0]
+
+
+def test_cudnns_attention_is_that_of_jax() -> None:
+    """On GPUs the program calls cuDNN's kernels, forward and backward, by key heads where these are shared."""
+    args = arrays(length=128, width=64, kv_heads=2, dtype=jnp.bfloat16)
+    made = fused(trace(gradients(grouped), *args), CUDNN)
+    assert [name.rsplit("_", 2)[1] for name in kernels(made.traced)] == ["fwd", "bwd"]
+
+
+def test_kernels_are_proposed_where_they_are_asked_for() -> None:
+    """``kernels="auto"`` on TPUs and GPUs, and neither None nor CPUs; the rewrite is recorded and made again."""
+    traced = trace(gradients(causal), *arrays(length=128, width=64, dtype=jnp.bfloat16))
+    tpu, gpu, cpu = (Cluster.of(name) for name in ("v5e:2x4", "h100:8x1", "cpu:8"))
+    (rewrite,) = proposals(traced, tpu, Rewriting(kernels="auto"))
+    assert rewrite.kernel == "splash attention" and "causal" in rewrite.describe()
+    assert proposals(traced, gpu, Rewriting(kernels="auto"))[0].kernel == "cuDNN's attention"
+    assert not proposals(traced, tpu, Rewriting()) and not proposals(traced, cpu, Rewriting(kernels="auto"))
+    assert from_json(to_json([rewrite])) == (rewrite,)
+    assert rewrite.apply(traced).graph.fingerprint == rewrite.apply(traced).graph.fingerprint != traced.graph.fingerprint
+
+
+def test_a_record_of_another_program_is_refused() -> None:
+    """The places of a record are those of the program."""
+    from autoshard.errors import TraceError
+
+    traced = trace(causal, *arrays(length=128, width=64)[:3])
+    with pytest.raises(TraceError, match="Search again"):
+        FusedAttention("splash attention", ("elsewhere.py:1",)).apply(traced)
