@@ -80,6 +80,7 @@ DELAYED = (
     ("*", "networkx", "takes a fifth of a second to load, and only exported and drawn graphs need it"),
     ("*", "rich*", "reports in a terminal alone need it"),
     ("render/__init__.py", "autoshard.render.terminal", "draws with rich"),
+    ("rewrite/attention_kernels.py", "jax.experimental.pallas*", "takes a third of a second to load, and only replaced attention needs it"),
     ("data/sources.py", "grain", "the `data` extra"),
     ("data/sources.py", "absl", "comes with Grain"),
     ("demo/gpt.py", "pydoc_data.topics", "takes a while to load, and only training reads it"),

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.extend.core import JaxprEqn
 
 from autoshard.ir.kernel import Kernel
@@ -191,8 +191,10 @@ def estimated(eqn: JaxprEqn, share: float) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, "cost_estimate": _estimate(work, share)})
 
 
-def _estimate(work: Kernel, share: float) -> pl.CostEstimate:
+def _estimate(work: Kernel, share: float) -> Any:
     """The estimate of a part of a kernel's work; what its vector units do is counted as transcendentals."""
+    from jax.experimental import pallas as pl
+
     counts = (work.matrix_flops, work.vector_flops, work.nbytes)
     flops, others, nbytes = (int(share * count) for count in counts)
     return pl.CostEstimate(flops=flops, transcendentals=others, bytes_accessed=nbytes)
