@@ -193,7 +193,7 @@ def estimated(eqn: JaxprEqn, share: float) -> JaxprEqn:
 
 def _estimate(work: Kernel, share: float) -> Any:
     """The estimate of a part of a kernel's work; what its vector units do is counted as transcendentals."""
-    from jax.experimental import pallas as pl
+    import jax.experimental.pallas as pl
 
     counts = (work.matrix_flops, work.vector_flops, work.nbytes)
     flops, others, nbytes = (int(share * count) for count in counts)
