@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from autoshard.primitives import is_rearrangement
 from autoshard.rewrite.attention_kernels import Problem
 from autoshard.rewrite.attention_match import Attention
 from autoshard.rewrite.dimensions import Dimension, Labels, Mismatch, backward, flattened, forward
@@ -125,7 +126,7 @@ def _unrepeated(wiring: Wiring, operand: Operand, batch: set[Dimension]) -> tupl
                     break
                 repeated |= lost
                 best = (var, labels) if repeated else best
-            elif eqn.primitive.name in MOVES:
+            elif is_rearrangement(eqn.primitive.name):
                 ((var, labels),) = backward(eqn, labels)
             else:
                 break
@@ -148,7 +149,7 @@ def _summed(wiring: Wiring, result: Operand | None, repeated: set[Dimension]) ->
             made = forward(eqn, [labels])
         except Mismatch:
             return None
-        if made is None or eqn.primitive.name not in {*MOVES, "reduce_sum", "convert_element_type"}:
+        if made is None or not (is_rearrangement(name := eqn.primitive.name) or name in ("reduce_sum", "convert_element_type")):
             return None
         lost = set(flattened(labels)) - set(flattened(made))
         if not lost <= left:
@@ -159,6 +160,3 @@ def _summed(wiring: Wiring, result: Operand | None, repeated: set[Dimension]) ->
 
 
 SEGMENTED = ("query", "key")
-
-MOVES = frozenset({"expand_dims", "reshape", "squeeze", "transpose"})
-"""Operations that keep all elements."""

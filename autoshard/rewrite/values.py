@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autoshard.primitives import of_kind
 from autoshard.recompute.flat import Atom
 from autoshard.rewrite.scopes import Wiring, dtype_of, shape_of
 
@@ -301,7 +302,7 @@ ELEMENTWISE: dict[str, Callable] = {
 }
 """Operations of elements, of a result of this type."""
 
-IDENTITIES = frozenset({"copy", "copy_p", "name", "optimization_barrier", "reduce_precision", "sharding_constraint", "stop_gradient"})
+IDENTITIES = frozenset({*of_kind("identity"), *of_kind("placement"), "reduce_precision"})
 """Operations whose results are their operands, roundings aside."""
 
 
