@@ -57,6 +57,25 @@ class Pair:
             frozenset(variables(outputs)),
         )
 
+    def outer(self, backward: bool) -> Iterator[tuple[Var, Atom, bool]]:
+        """One of the loops' constants and slices: the variable of the body, the operand, and whether it is a constant."""
+        loop, body = (self.backward, self.other) if backward else (self.forward, self.one)
+        n, n_carry = num_consts(loop.params), num_carry(loop.params)
+        for k, (v, operand) in enumerate(zip(body.inputs, loop.invars, strict=True)):
+            if not n <= k < n + n_carry:
+                yield v, operand, k < n
+
+    def joined(self) -> Pair:
+        """The pair whose backward body reads what enters both loops by its name in the forward body."""
+        places = {(is_const, operand): v for v, operand, is_const in self.outer(False) if isinstance(operand, Var)}
+        same = ((v, places.get((is_const, operand))) for v, operand, is_const in self.outer(True) if isinstance(operand, Var))
+        return replace(self, read={**{v: found for v, found in same if found is not None}, **self.read})
+
+    @property
+    def results(self) -> list[Atom]:
+        """What the backward body returns, by the names of the block."""
+        return self._renamed(self.other.outputs)
+
     def _renamed(self, atoms: Sequence[Atom]) -> list[Atom]:
         return [atom if isinstance(atom, Literal) else self.read.get(atom, atom) for atom in atoms]
 
@@ -73,7 +92,7 @@ class Pair:
         """
         fwd, bwd = self.forward, self.backward
         n, n_carry, length = num_consts(fwd.params), num_carry(fwd.params), fwd.params["length"]
-        results = self._renamed(self.other.outputs)
+        results = self.results
         outside, entering = self._broadcasts()
         eqns = backward(self.block, (), kept, results, outside)
         wanted = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars)) | dict.fromkeys(variables(results))

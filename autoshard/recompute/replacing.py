@@ -6,14 +6,12 @@ those of the forward pass, and one of each is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 from autoshard.ir import Op
-from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import ops_by_path
 from autoshard.recompute.block import turning_point
 from autoshard.recompute.flat import Atom, flat
@@ -55,25 +53,12 @@ def _merged(pair: Pair, outside: Mapping[tuple, Sequence[Var]]) -> Pair:
         outside: the results of equations around the loops, by what they compute: JAX moves a mask out of the forward loop, and the backward
             one makes it again.
     """
-    places: dict[tuple[bool, Any], Var] = {
-        (is_const, operand): v for v, operand, is_const in _outer(pair.one.inputs, pair.forward) if isinstance(operand, Var)
-    }
-    of_backward = _outer(pair.other.inputs, pair.backward)
-    same = {v: found for v, operand, is_const in of_backward if (found := places.get((is_const, operand)))}
-    pair = replace(pair, read={**same, **pair.read})
+    pair = pair.joined()
     block, n = pair.block, len(pair.one.eqns)
-    constants = {operand: v for (is_const, operand), v in places.items() if is_const}
+    constants = {operand: v for v, operand, is_const in pair.outer(False) if is_const and isinstance(operand, Var)}
     eqns, ops, names = _unique(block.eqns, block.ops, n, outside, constants)
     outputs = tuple(_renamed(_renamed(pair.other.outputs, pair.read), names))
     return replace(pair, other=replace(pair.other, eqns=tuple(eqns[n:]), ops=tuple(ops[n:]), outputs=outputs))
-
-
-def _outer(inputs: Sequence[Var], loop: JaxprEqn) -> Iterable[tuple[Var, Atom, bool]]:
-    """A loop's constants and slices: the variable of the body, the operand, and whether it is a constant."""
-    n, n_carry = num_consts(loop.params), num_carry(loop.params)
-    for k, (v, operand) in enumerate(zip(inputs, loop.invars, strict=True)):
-        if not n <= k < n + n_carry:
-            yield v, operand, k < n
 
 
 def _unique(

@@ -13,16 +13,19 @@ computes its rows of the forward pass again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from autoshard.cluster import Cluster
 from autoshard.errors import TraceError
 from autoshard.ir import Op, Rule
+from autoshard.ir.scan import num_carry
 from autoshard.lower import Path, ops_by_path
-from autoshard.recompute.flat import flat
+from autoshard.recompute.block import turning_point
+from autoshard.recompute.flat import Atom, Flat, flat
+from autoshard.recompute.loops import Pair, pairs
 from autoshard.recompute.regions import jaxpr_of
 from autoshard.rewrite.options import Rewriting
 from autoshard.rewrite.region import GROUPED, regions_of
@@ -72,8 +75,6 @@ class PackedExperts:
 
 def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequence[PackedExperts]:
     """Packed rows, where the program has products by experts that can be."""
-    if not any(op.primitive == GROUPED for op in traced.graph.walk()):
-        return ()
     program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), rewriting.balance)
     if program.scope(traced.jaxpr, ()) is None:
         return ()
@@ -100,16 +101,44 @@ class _Program:
         if not any(op.primitive == GROUPED and at[: len(path)] == path for at, op in self.ops.items()):
             return None
         whole = flat(body, self.ops, path)
-        eqns = [self._equation(eqn, op) for eqn, op in zip(whole.eqns, whole.ops, strict=True)]
-        regions = regions_of(eqns, whole.ops, self.rules)
-        changes = any(new is not old for new, old in zip(eqns, whole.eqns, strict=True))
-        if not regions and not changes:
+        loops = self._loops(whole)
+        eqns = [loops[k] if k in loops else self._equation(eqn, op) for k, (eqn, op) in enumerate(zip(whole.eqns, whole.ops, strict=True))]
+        if all(new is old for new, old in zip(eqns, whole.eqns, strict=True)) and not any(map(_is_grouped, eqns)):
             return None
-        slots = [capacity_of(region.rows, region.experts, self.balance) for region in regions]
-        self.packed.extend((region.experts, capacity) for region, capacity in zip(regions, slots, strict=True))
-        rewritten = in_rounds(eqns, whole.outputs, regions, slots) if regions else eqns
+        rewritten, _ = self._packed(eqns, whole.ops, whole.outputs, len(eqns))
         inner = jaxpr_of(whole.inputs, whole.outputs, rewritten, tuple(whole.constants))
         return ClosedJaxpr(inner, [*whole.constants.values()])
+
+    def _packed(
+        self, eqns: Sequence[JaxprEqn], ops: Sequence[Op], outputs: Sequence[Atom], turn: int, later: Sequence[Var] = ()
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """The equations before and from ``turn`` on, on packed rows."""
+        regions = regions_of(eqns, ops, self.rules)
+        slots = [capacity_of(region.rows, region.experts, self.balance) for region in regions]
+        self.packed.extend((region.experts, capacity) for region, capacity in zip(regions, slots, strict=True))
+        return in_rounds(eqns, outputs, regions, slots, turn, later)
+
+    def _loops(self, whole: Flat) -> dict[int, JaxprEqn]:
+        """Scans and those that differentiate them, by their numbers, where both have products by experts: what a trip keeps is packed."""
+        found: dict[int, JaxprEqn] = {}
+        if sum(eqn.primitive.name == "scan" for eqn in whole.eqns) < 2:
+            return found
+        turn, _ = turning_point(whole.eqns, whole.ops)
+        for pair in pairs(whole, turn, self.ops):
+            if any(map(_is_grouped, pair.one.eqns)) and any(map(_is_grouped, pair.other.eqns)):
+                found[pair.first], found[pair.last] = self._pair(pair)
+        return found
+
+    def _pair(self, pair: Pair) -> tuple[JaxprEqn, JaxprEqn]:
+        """Both scans of a pair, whose trips are packed as one list of equations."""
+        pair = pair.joined()
+        block, n_carry = pair.block, num_carry(pair.forward.params)
+        eqns = [self._equation(eqn, op) for eqn, op in zip(block.eqns, block.ops, strict=True)]
+        kept = [v for k, v in enumerate(pair.one.outputs) if k < n_carry or k in pair.returned]
+        forward, backward = self._packed(eqns, block.ops, [*kept, *pair.results], block.turn, pair.other.inputs)
+        one, other = (replace(body, eqns=tuple(new), ops=()) for body, new in ((pair.one, forward), (pair.other, backward)))
+        packed = replace(pair, one=one, other=other)
+        return packed.rewritten(packed.block.needed)
 
     def _equation(self, eqn: JaxprEqn, op: Op) -> JaxprEqn:
         """An equation with its bodies on packed rows."""
@@ -118,3 +147,7 @@ class _Program:
         if not any(found):
             return eqn
         return around(eqn, [opened(old)[0] if new is None else new.jaxpr for new, old in zip(found, bodies, strict=True)])
+
+
+def _is_grouped(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == GROUPED

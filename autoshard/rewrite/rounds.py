@@ -26,19 +26,32 @@ from autoshard.rewrite.slots import Slots
 from autoshard.trace import types_of
 
 
-def in_rounds(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], regions: Sequence[Region], capacities: Sequence[int]) -> list[JaxprEqn]:
-    """The equations on packed rows, in an order in which each comes after what it reads.
+def in_rounds(
+    eqns: Sequence[JaxprEqn],
+    outputs: Sequence[Atom],
+    regions: Sequence[Region],
+    capacities: Sequence[int],
+    turn: int,
+    later: Collection[Var] = (),
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """The equations on packed rows, those before and from one of them on, in an order in which each comes after what it reads.
 
     Args:
         eqns, outputs: the program, and what is read after it.
         regions, capacities: the parts that are packed, and the slots of an expert of each.
+        turn: the number of that equation, such as the first of a backward pass.
+        later: inputs that are there from it on.
     """
     read = _read(eqns, outputs, regions)
-    packing = [_Packing(eqns, region, capacity, read) for region, capacity in zip(regions, capacities, strict=True)]
+    later = {*later, *(v for eqn in eqns[turn:] for v in eqn.outvars)}
+    begin = [turn if region.sizes in later else 0 for region in regions]
+    packing = [_Packing(eqns, *each, read) for each in zip(regions, capacities, begin, strict=True)]
     taken = {k for region in regions for k in region.steps.keys() - region.begun}
-    _place_loops(eqns, packing, taken)
+    _place_loops(eqns, packing, taken, turn)
     kept = [Node(k, eqn) for k, eqn in enumerate(eqns) if k not in taken and (eqn.effects or not read.isdisjoint(eqn.outvars))]
-    return ordered([*kept, *(node for each in packing for node in each.nodes())])
+    nodes = [*kept, *(node for each in packing for node in each.nodes())]
+    first, last = ([node for node in nodes if (node.place < turn) == before] for before in (True, False))
+    return ordered(first), ordered(last)
 
 
 def _read(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], regions: Sequence[Region]) -> set[Var]:
@@ -55,14 +68,17 @@ def _read(eqns: Sequence[JaxprEqn], outputs: Sequence[Atom], regions: Sequence[R
     return found
 
 
-def _place_loops(eqns: Sequence[JaxprEqn], packing: Sequence[_Packing], taken: Collection[int]) -> None:
-    """Gives each result of a region the loop of its level."""
+def _place_loops(eqns: Sequence[JaxprEqn], packing: Sequence[_Packing], taken: Collection[int], turn: int) -> None:
+    """Gives each result of a region the loop of its level; from ``turn`` on these come after all before it."""
     level: dict[Var, int] = {}
+    least = 0
     for k, eqn in enumerate(eqns):
+        if k == turn:
+            least = max(level.values(), default=0)
         made = max((level.get(v, 0) for v in variables(eqn.invars)), default=0)
         for each in packing:
             if k in each.region.steps:
-                each.due(k, level)
+                each.due(k, level, least)
         if k not in taken:
             level.update(dict.fromkeys(eqn.outvars, made))
 
@@ -89,22 +105,23 @@ class _Packing:
         eqns: the whole program's.
         region: the part that is packed.
         capacity: the slots of an expert.
+        begin: the number of the equation from which on sizes are known.
         read: the values that are read as they are.
     """
 
-    def __init__(self, eqns: Sequence[JaxprEqn], region: Region, capacity: int, read: Collection[Var]):
-        self.eqns, self.region, self.capacity, self.read = eqns, region, capacity, read
+    def __init__(self, eqns: Sequence[JaxprEqn], region: Region, capacity: int, begin: int, read: Collection[Var]):
+        self.eqns, self.region, self.capacity, self.begin, self.read = eqns, region, capacity, begin, read
         self.loops: dict[int, _Loop] = {}
         self._level: dict[Var, int] = {}
         self._packed: dict[tuple[Var, int], Var] = {}
         self._index, self._slot = _variables(self._known, [region.sizes])
 
-    def due(self, k: int, level: dict[Var, int]) -> None:
-        """Notes at which level the results of a step are due, and sets their own."""
+    def due(self, k: int, level: dict[Var, int], least: int) -> None:
+        """Notes at which level, ``least`` or higher, the results of a step are due, and sets their own."""
         step, eqn = self.region.steps[k], self.eqns[k]
         made = [v for v, _ in self._made(k)]
         given = [self.region.sizes, *(v for v in variables(eqn.invars) if v not in made)]
-        now = max([*(self._level[v] for v in made), *(level.get(v, 0) for v in given)])
+        now = max([least, *(self._level[v] for v in made), *(level.get(v, 0) for v in given)])
         for v, dim in zip(eqn.outvars, step.makes, strict=True):
             if dim is not None:
                 self._level[v] = now
@@ -122,7 +139,7 @@ class _Packing:
         """The equations, each with the number of the one that it replaces."""
         region, eqns = self.region, self.eqns
         first = min(region.steps)
-        found = [Node(first, _call(eqns[first], self._known, [region.sizes], [self._index, self._slot]))]
+        found = [Node(max(first, self.begin), _call(eqns[first], self._known, [region.sizes], [self._index, self._slot]))]
         for (v, dim), k in entering(region, eqns).items():
             found.append(self._node(k, lambda slots, x, dim=dim: [enter(x, dim, slots)], [v], [self._name(v, dim)]))
         firsts = {v: name for loop in self.loops.values() for v, name in loop.first.items()}
@@ -151,7 +168,7 @@ class _Packing:
         def called(sizes: Any, index: Any, slot: Any, *operands: Any) -> list[Any]:
             return function(Slots(sizes, self.region.rows, self.capacity).known(index, slot), *operands)
 
-        return Node(k, _call(self.eqns[k], called, [self.region.sizes, self._index, self._slot, *reads], made))
+        return Node(max(k, self.begin), _call(self.eqns[k], called, [self.region.sizes, self._index, self._slot, *reads], made))
 
     # -- further rounds ----------------------------------------------------------------------------------------------------
 
@@ -179,7 +196,7 @@ class _Packing:
 
         last = max(steps)
         source = next((self.eqns[k] for k in steps if self.region.steps[k].kind == "product"), self.eqns[last])
-        return Node(last, _call(source, function, [self.region.sizes, *plain, *loop.first.values()], keys))
+        return Node(max(last, self.begin), _call(source, function, [self.region.sizes, *plain, *loop.first.values()], keys))
 
     def _round(self, steps: Iterable[int], loop: _Loop, values: dict[Var, Any], carry: dict[Var, Any], slots: Slots) -> list[Any]:
         """The results of a loop after one more round."""
