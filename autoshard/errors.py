@@ -36,7 +36,10 @@ class InfeasibleError(AutoshardError):
 
 
 class NothingFasterError(InfeasibleError):
-    """Nothing can be faster than what an earlier search of the program found; whether anything fits is not known."""
+    """Nothing can be faster than what an earlier search of the program found; whether anything fits is not known.
+
+    ``proven``: whether that holds without a memory limit, too.
+    """
 
 
 class SearchLimitError(AutoshardError):

@@ -22,7 +22,7 @@ from autoshard.api.refusals import or_refused, with_untried
 from autoshard.api.strategy import Strategy
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, OutOfTime
+from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
@@ -195,7 +195,9 @@ class Attempts:
         searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, **how)
         try:
             solution, problem = within(prepared, searched, self.reserves, self.mesh)
-        except InfeasibleError:
+        except InfeasibleError as error:
+            if is_first and isinstance(error, NothingFasterError) and error.proven:  # nor is anything in parts, or computed again
+                raise SearchLimitError(str(error)) from None
             self.is_hurried |= isinstance(progress, Timed) and progress.has_no_patience
             raise
         self.least = min(self.least, solution.judgement.cost.objective_seconds)

@@ -34,8 +34,8 @@ def answered(fn: Callable, args: tuple, request: Request, progress: Progress | b
     with shown(progress) as callback, outside_mesh(keep_auto=True):
         once = fn if isinstance(fn, TracedOnce) else TracedOnce(fn)
 
-        def searched(one: TracedOnce, seconds: float | None, progress: Progress) -> Strategy:
-            return _searched(one, args, request.within(seconds, None), progress)
+        def searched(one: TracedOnce, seconds: float | None, progress: Progress, least: float) -> Strategy:
+            return _searched(one, args, request.within(seconds, None), progress, least)
 
         share = 1.0 if request.confirm is None else SEARCHING
         found = fastest_variant(once, args, request, searched, part(callback, 0.0, share))
@@ -48,8 +48,15 @@ def answered(fn: Callable, args: tuple, request: Request, progress: Progress | b
         return _searched(one, args, request.within(left, request.confirm), part(callback, share, 1 - share))
 
 
-def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress) -> Strategy:
-    """The best strategy of a program as it is, of which no rewrites are tried."""
+def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress, least: float = math.inf) -> Strategy:
+    """The best strategy of a program as it is, of which no rewrites are tried.
+
+    Args:
+        least: the objective of another variant, in seconds; outside pipelines what is no faster need not be found.
+
+    Raises:
+        NothingFasterError: nothing is.
+    """
     chosen, how, number, n_stages = request.limited, request.confirm, request.microbatches, request.stages_of_one_program
     if request.is_pipeline:
         with rarely_collecting():
@@ -91,6 +98,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress)
                 (prepared, solution, problem), started = fastest(tried, traced, n_stages, request.schedule, number, seconds, own)
             else:
                 one = attempts(number, seconds, own)
+                one.least = least
                 (prepared, solution, problem), started = one.found(), one.started
             solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
             stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}

@@ -91,7 +91,8 @@ def search_meshes(
             raise
     if search.best is None:
         if search.cut:
-            raise NothingFasterError("no strategy can be faster than one that was found before. Use that one.")
+            text = "no strategy can be faster than one that was found before. Use that one."
+            raise NothingFasterError(text, proven=search.failure is None)
         assert search.failure is not None
         raise search.failure
     _, number, solution = search.best
