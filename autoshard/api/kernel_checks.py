@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import RuleError
@@ -23,6 +23,7 @@ from autoshard.rules import rules_of
 from autoshard.rules.declared import declared_of
 from autoshard.trace import trace
 from autoshard.trace.origin import shown
+from autoshard.trace.structure import around, opened, subjaxprs
 
 TOLERANCE = 2.0**-6
 """Of the largest element, for bfloat16; finer types have as many times less as they have more digits."""
@@ -81,10 +82,11 @@ class _Checked(Interpreter):
         self.number += 1
 
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            own = {"interpret": True} if eqn.primitive.name == "pallas_call" else {}
-            return bind(eqn, operands, **own, **replaced)
+            if op.primitive == "custom_partitioning":
+                return jaxpr_as_fun(op.params["call"])(*operands)
+            return bind(eqn, operands, **replaced)
 
-        whole = bound(*operands)
+        whole = _run(bound, operands)
         for factor, each in enumerate(rule.factors):
             if each.shardable:
                 _compare(op, rule, factor, whole, _in_parts(op, rule, factor, bound, operands, whole))
@@ -118,7 +120,27 @@ def _in_parts(op: Op, rule: Rule, factor: int, bound: Callable, operands: Sequen
         out_specs=specs(leaving, whole),
         check_vma=False,
     )
-    return [*jax.jit(mapped)(*operands)]
+    return _run(mapped, operands)
+
+
+def _run(function: Callable, operands: Sequence[Any]) -> list[Any]:
+    """The results of a function with its Pallas kernels in interpret mode."""
+    return jax.jit(jaxpr_as_fun(_interpreted(jax.make_jaxpr(function)(*operands))))(*operands)
+
+
+def _interpreted(body: Any) -> Any:
+    """A program with its Pallas kernels in interpret mode."""
+    jaxpr, consts = opened(body)
+    eqns = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            eqns.append(eqn.replace(params=eqn.params | {"interpret": eqn.params["interpret"] or True}))
+        elif eqn.primitive.name == "shard_map":
+            eqns.append(eqn.replace(params=eqn.params | {"jaxpr": _interpreted(eqn.params["jaxpr"])}))
+        else:
+            eqns.append(around(eqn, [opened(_interpreted(inner))[0] for inner in subjaxprs(eqn)]))
+    new = jaxpr.replace(eqns=eqns)
+    return ClosedJaxpr(new, consts) if isinstance(body, ClosedJaxpr) else new
 
 
 def _compare(op: Op, rule: Rule, factor: int, whole: Sequence[Any], parts: Sequence[Any]) -> None:

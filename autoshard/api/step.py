@@ -21,12 +21,12 @@ from autoshard.api.collecting import rarely_collecting
 from autoshard.api.placing import apart, put
 from autoshard.api.saved_graphs import check_root, save_plan, save_text
 from autoshard.api.tracing import TracedOnce
-from autoshard.cluster import Cluster
+from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.compilers import TARGETS
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Rule
 from autoshard.judge.model import CostModel
-from autoshard.lower import HOST, ReshardPath, constrained, derived_from, lowering_mesh, manual_program, obstacle
+from autoshard.lower import HOST, ReshardPath, abstract_mesh, constrained, derived_from, lowering_mesh, manual_program, obstacle
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
@@ -241,7 +241,9 @@ class Step(Sharded):
         if self._graphs is not None:
             save_plan(self._graphs, record, graph, rules)
         check_effects(graph, record.mesh.size)
-        mesh = lowering_mesh(record.mesh, graph) if self._mesh is None else self._mesh
+        manual = self._lowering != "constraints" and not differentiable and obstacle(graph, abstract_mesh(record.mesh)) is None
+        entry = CATALOGUE.get(Cluster.from_dict(record.cluster).device.name)
+        mesh = lowering_mesh(record.mesh, graph, entry.jax_kinds[0] if entry else "", manual) if self._mesh is None else self._mesh
         flat = self._flat(traced, rules, path, mesh, differentiable)
 
         def sharding(tensor: TensorRecord, value: int) -> NamedSharding:

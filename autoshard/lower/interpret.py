@@ -179,7 +179,9 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
 
 
 def bind_unplaced(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
-    """The equation's results on one device, without sharding parameters, which are those of whole arrays."""
+    """The equation's results on one device: it has no sharding parameters, which are those of whole arrays, nor partitions itself."""
+    if eqn.primitive.name == "custom_partitioning":
+        return jaxpr_as_fun(eqn.params["call"])(*operands)
     written = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
     return bind(eqn, operands, **written, **replaced)
 

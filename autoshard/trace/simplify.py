@@ -29,6 +29,7 @@ from autoshard.ir.scan import num_carry, num_consts
 from autoshard.rules import splits
 from autoshard.trace.batched_indexing import batched
 from autoshard.trace.implementations import implemented
+from autoshard.trace.library_kernels import known_kernel
 from autoshard.trace.structure import around, as_call, opened, subjaxprs, types_of
 from autoshard.trace.transforms import by_dimension
 
@@ -107,7 +108,7 @@ def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _equation(eqn: JaxprEqn, within: tuple[JaxprEqn, ...]) -> JaxprEqn:
-    called = implemented(_opened(eqn), within)
+    called = implemented(known_kernel(_opened(eqn)), within)
     within = within if called is eqn else (*within, eqn)
     eqn = around(called, [_simplified(opened(body)[0], within) for body in subjaxprs(called)])
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:

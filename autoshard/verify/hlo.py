@@ -94,7 +94,7 @@ class Module:
                 if header and not line.startswith("HloModule"):
                     current = self.computations[header[2]] = Computation()
                     self.entry = header[2] if header[1] else self.entry
-            elif line.startswith("}"):
+            elif line.startswith("}") and not line.startswith("}}"):  # the end of attributes over several lines, as of splash attention
                 current = None
             elif found := _INSTRUCTION.match(line):
                 instruction = _parse(found[2], found[3], bool(found[1]))

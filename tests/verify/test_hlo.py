@@ -75,6 +75,13 @@ def test_axes_of_size_one_take_no_part():
     assert axes_of("replica_groups={{0,1}}", Mesh.of({"x": 1, "y": 2})) == ("y",)
 
 
+def test_attributes_over_several_lines_end_nothing():
+    """Metadata of a kernel, which XLA writes in lines of their own, is no end of a computation."""
+    kernel = '  %k = f32[8] custom-call(%p), frontend_attributes={kernel_metadata={\n"block":"8"\n}}, metadata={op_name="k"}\n'
+    reduced = "  ROOT %r = f32[8] all-reduce(%k), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add"
+    assert [each.kind for each in collectives_of(module("  %p = f32[8] parameter(0)\n" + kernel + reduced), MESH)] == ["all_reduce"]
+
+
 def test_loops_count_their_trips():
     """A body's collective runs as often as the loop's known trip count, or the bound in its condition, says; loops multiply."""
     inner = """%body (s: (f32[8])) -> (f32[8]) {
