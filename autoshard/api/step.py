@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from autoshard.api.calls import UNLIKE, Guarded, Repeat, is_traced
 from autoshard.api.collecting import rarely_collecting
@@ -243,7 +243,8 @@ class Step(Sharded):
         check_effects(graph, record.mesh.size)
         manual = self._lowering != "constraints" and not differentiable and obstacle(graph, abstract_mesh(record.mesh)) is None
         entry = CATALOGUE.get(Cluster.from_dict(record.cluster).device.name)
-        mesh = lowering_mesh(record.mesh, graph, entry.jax_kinds[0] if entry else "", manual) if self._mesh is None else self._mesh
+        device = entry and AbstractDevice(device_kind=entry.jax_kinds[0], num_cores=entry.cores or None, platform=entry.device.kind)
+        mesh = lowering_mesh(record.mesh, graph, device, manual) if self._mesh is None else self._mesh
         flat = self._flat(traced, rules, path, mesh, differentiable)
 
         def sharding(tensor: TensorRecord, value: int) -> NamedSharding:

@@ -27,6 +27,7 @@ class Entry:
         most: the most devices of a slice.
         per_host: devices per host.
         counts_cores: whether the vendor's names of slices count two cores per chip.
+        cores: that JAX counts in a device (jax/_src/pallas/mosaic/tpu_info.py); 0 where it is not asked.
     """
 
     device: Device
@@ -37,6 +38,7 @@ class Entry:
     most: int = 0
     per_host: int = 0
     counts_cores: bool = False
+    cores: int = 0
 
     @property
     def available_bytes(self) -> int:
@@ -125,6 +127,7 @@ V4 = Entry(
     ),
     interconnect=_ici(45 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 4.5e10 B/s a link one way; 4x4x4 cubes wrap
     jax_kinds=("TPU v4",),
+    cores=2,
     topologies=SMALL_CUBES,
     cube=4,
     most=4096,  # Cloud TPU docs, v4: pod size
@@ -145,6 +148,7 @@ V5E = Entry(
     ),
     interconnect=_ici(45 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 4.5e10 B/s a link one way; axes of 16 wrap
     jax_kinds=("TPU v5 lite", "TPU v5e"),
+    cores=1,
     topologies=FLAT_SLICES,
     most=256,
 )
@@ -163,6 +167,7 @@ V5P = Entry(
     ),
     interconnect=_ici(90 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 9e10 B/s a link one way; 4x4x4 cubes wrap
     jax_kinds=("TPU v5", "TPU v5p"),
+    cores=2,
     topologies=SMALL_CUBES,
     cube=4,
     most=6144,  # Cloud TPU docs, v5p: the largest job is 96 cubes, 16x16x24
@@ -183,6 +188,7 @@ V6E = Entry(
     ),
     interconnect=_ici(90 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 9e10 B/s a link one way; axes of 16 wrap
     jax_kinds=("TPU v6 lite", "TPU v6e"),
+    cores=1,
     topologies=FLAT_SLICES,
     most=256,
 )

@@ -14,9 +14,6 @@ from autoshard.errors import ClusterError
 from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
 from autoshard.rules.attention import BACKWARD, FORWARD
 
-MEGACORES = ("TPU v4", "TPU v5", "TPU v5p")
-"""Kinds of devices that are two cores (jax/_src/pallas/mosaic/tpu_info.py)."""
-
 HOST = "pinned_host"
 """JAX's name of the memory of hosts that devices read and write."""
 
@@ -127,26 +124,26 @@ def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndar
     return laid.transpose(np.argsort(placement.axes))
 
 
-def abstract_mesh(mesh: Mesh, kind: str = "") -> AbstractMesh:
-    """The JAX mesh without devices, for lowering; of TPUs it has their kind as JAX names it, for which Pallas kernels are lowered."""
+def abstract_mesh(mesh: Mesh, device: AbstractDevice | None = None) -> AbstractMesh:
+    """The JAX mesh without devices, for lowering; Pallas kernels are lowered for a kind of device, which it may have."""
     sizes = tuple(size for _, size in mesh.shape)
-    cores = 2 if kind in MEGACORES else 1
-    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="tpu") if kind.startswith("TPU") else None
     return AbstractMesh(sizes, mesh.all_names, axis_types=(AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
-def lowering_mesh(mesh: Mesh, graph: Graph, kind: str = "", manual: bool = False) -> jax.sharding.Mesh | AbstractMesh:
+def lowering_mesh(
+    mesh: Mesh, graph: Graph, device: AbstractDevice | None = None, manual: bool = False
+) -> jax.sharding.Mesh | AbstractMesh:
     """The JAX mesh for a program that is lowered and not run: without devices, unless an operation needs them, as callbacks do.
 
     Args:
-        kind: of its devices, as JAX names them.
+        device: one of its devices.
         manual: whether it is one manual computation, in which nothing partitions itself.
 
     Raises:
         ClusterError: an operation needs them, and there are fewer devices than the mesh needs.
     """
     need = _NEED_DEVICES - {"custom_partitioning"} if manual else _NEED_DEVICES
-    return jax_mesh(mesh) if any(op.primitive in need for op in graph.walk()) else abstract_mesh(mesh, kind)
+    return jax_mesh(mesh) if any(op.primitive in need for op in graph.walk()) else abstract_mesh(mesh, device)
 
 
 def to_named_sharding(
