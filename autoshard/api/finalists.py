@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from autoshard.api.agreement import everyones
+from autoshard.api.padded import PaddedArguments
 from autoshard.api.step import Step
 from autoshard.api.strategy import Strategy
 from autoshard.cluster import Cluster
@@ -76,7 +77,8 @@ class Board:
 
     def lowered(self, number: int, platform: str, mesh: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
         """The finalist's program as `Strategy.apply` lowers it."""
-        return Step(self.fn, self.strategies[number].record, mesh).lower(*self.args, platform=platform)
+        record = self.strategies[number].record
+        return Step(self.fn, record, mesh).lower(*PaddedArguments(record).as_stored(self.args), platform=platform)
 
     def tell(self, doing: str, number: int, done: float) -> None:
         """Shows what is being done with a finalist, and how many are done.

@@ -16,6 +16,7 @@ import jax
 from autoshard.api.calls import UNLIKE
 from autoshard.api.confirm import Confirm
 from autoshard.api.microbatching import Microbatches
+from autoshard.api.padded import PaddedArguments
 from autoshard.api.request import Request
 from autoshard.api.searching import answered
 from autoshard.api.step import Positional, Sharded, Step, call_type, plain, several
@@ -114,7 +115,8 @@ class Parallelized(Sharded):
     def _lookup(self, args: tuple) -> _Found:
         key = call_type(args)
         if key not in self._found:
-            alike = (found for (_, types), found in self._found.items() if _arrays(types) == _arrays(key[1]))
+            before = [*self._found.items()]
+            alike = (found for (_, types), found in before if _arrays(types) == _arrays(call_type(found.as_written(args))[1]))
             self._found[key] = next((found for found in alike if found.runs(self._fn, args)), None) or self._searched(args)
         return self._found[key]
 
@@ -162,6 +164,9 @@ class _Found:
 
     strategy: Strategy
     step: Step | None = None
+
+    def as_written(self, args: tuple) -> tuple:
+        return PaddedArguments(self.strategy.record).as_written(args)
 
     def runs(self, fn: Callable, args: tuple) -> bool:
         return (self.step or self.strategy.lowerable(fn)).runs(args)

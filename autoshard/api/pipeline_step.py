@@ -10,6 +10,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.padded import PaddedArguments, in_own_sizes, own_sharding
+from autoshard.api.placing import put
 from autoshard.api.saved_graphs import save_plan
 from autoshard.api.step import ANY_PLATFORM, Program, Step, check_effects, program_of
 from autoshard.cluster import Cluster
@@ -108,12 +110,24 @@ class PipelineStep(Step):
         with outside_mesh():  # programs of stages are on meshes of their own
             run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
 
+        def placed(*arguments: Any) -> list[Any]:
+            return run.of_placed(list(arguments), self._waits)
+
+        def padded(*arguments: Any) -> list[Any]:
+            there = put([arguments[k] for k in own], [run.in_shardings[k] for k in own], [traced.graph.argument_paths[k] for k in own])
+            found = dict(zip(own, there, strict=True))
+            return placed(*(found.get(k, x) for k, x in enumerate(arguments)))
+
+        own = PaddedArguments(record).given_own(jax.tree.leaves(traced.split(args)))
+        flat = in_own_sizes(padded, own, traced.graph.aliases) if own else placed
+        in_shardings = tuple(own_sharding(each, own[k]) if k in own else each for k, each in enumerate(run.in_shardings))
+
         def step(*pure: Any) -> Any:
-            return traced.pack(run.of_placed(jax.tree.leaves(pure), self._waits))
+            return traced.pack(flat(*jax.tree.leaves(pure)))
 
         state = {argument for _, argument in traced.graph.aliases}
         is_state = tuple(argument in state for argument in range(len(run.in_shardings)))
-        return Program(traced, step, run.in_shardings, is_state)
+        return Program(traced, step, in_shardings, is_state)
 
 
 def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMesh) -> StagePlan:

@@ -18,6 +18,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from autoshard.api.calls import UNLIKE, Guarded, Repeat, is_traced
 from autoshard.api.collecting import rarely_collecting
+from autoshard.api.padded import PaddedArguments, in_own_sizes, own_sharding
 from autoshard.api.placing import apart, put
 from autoshard.api.saved_graphs import check_root, save_plan, save_text
 from autoshard.api.tracing import TracedOnce
@@ -254,6 +255,11 @@ class Step(Sharded):
 
         in_shardings = tuple(map(sharding, record.arguments, graph.arguments))
         out_shardings = [*map(sharding, record.results, graph.results)]
+        own = PaddedArguments(record).given_own(jax.tree.leaves(traced.split(args)))
+        if own:
+            flat, replaced = in_own_sizes(flat, own, graph.aliases), dict(graph.aliases)
+            in_shardings = tuple(own_sharding(each, own[k]) if k in own else each for k, each in enumerate(in_shardings))
+            out_shardings = [own_sharding(x, own[replaced[k]]) if replaced.get(k) in own else x for k, x in enumerate(out_shardings)]
         if around is not None and isinstance(mesh, Mesh) and [*around.devices.flat] == [*mesh.devices.flat]:
             out_shardings = _for_users(out_shardings, traced, around)
 
@@ -310,6 +316,8 @@ def program_of(
     Raises:
         StrategyError: it is not the program the record is for.
     """
+
+    args = PaddedArguments(record).as_written(args)
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.all_names, before=before)

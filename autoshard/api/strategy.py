@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from autoshard.api.answer import Answer
 from autoshard.api.data import DataIterator, data_iterator
 from autoshard.api.feeding import Matching
 from autoshard.api.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
+from autoshard.api.padded import PaddedArguments
 from autoshard.api.pins import Pins
 from autoshard.api.pipeline_step import PipelineStep
 from autoshard.api.placing import apart, check_equal, put, sharded_leaves
@@ -28,6 +30,7 @@ from autoshard.errors import StrategyError
 from autoshard.ir.naming import is_backward
 from autoshard.lower import jax_mesh
 from autoshard.progress import Progress, silent
+from autoshard.rewrite import from_json
 from autoshard.strategy import (
     TensorRecord,
     load_record,
@@ -63,6 +66,11 @@ class Strategy(Answer):
         Raises:
             StrategyError: ``fn`` is not the program the strategy is for.
         """
+        if self.record.program.rewrites:
+            what = "; ".join(rewrite.describe() for rewrite in from_json(self.record.program.rewrites))
+            raise StrategyError(
+                f"pins shard a program as it is, and this strategy has it rewritten: {what}. Search with padding=False and kernels=None."
+            )
         if self.remat is not None:
             raise StrategyError("pins shard a program as it is, and this strategy computes values again. Search with remat=None.")
         if self.offload:
@@ -118,13 +126,16 @@ class Strategy(Answer):
     def abstract(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
         """A `jax.ShapeDtypeStruct` with its sharding for each array of an argument, as checkpoint libraries such as Orbax take them.
 
+        Arrays with padding have their padded shapes.
+
         Args:
             tree, devices: as for `shardings`.
         """
         tree = self._argument(tree)
         leaves, structure = jax.tree.flatten(tree)
-        found = zip(leaves, self._matching(tree, devices), strict=True)
-        return structure.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x, sharding in found])
+        stored = self.record.arguments[self._first_leaf(tree) :]
+        found = zip(leaves, stored[: len(leaves)], self._matching(tree, devices), strict=True)
+        return structure.unflatten([jax.ShapeDtypeStruct(each.shape, x.dtype, sharding=sharding) for x, each, sharding in found])
 
     def _argument(self, tree: Any) -> Any:
         """An argument, or the first few, as a pytree of shapes and types: those of the record where it is named by its position."""
@@ -179,11 +190,14 @@ class Strategy(Answer):
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.
 
+        Where the strategy pads dimensions, arrays in their own sizes get padding of zeros, and the step returns their state with padding;
+        `unpad` gives their own sizes back.
+
         Raises:
             StrategyError: an argument is structured otherwise than the one that was searched.
         """
         split = SplitModules(args)
-        per_argument = self._shardings(devices)
+        per_argument, first = self._shardings(devices), 0
         if len(args) > len(per_argument):
             raise StrategyError(
                 f"shard takes the {len(per_argument)} arguments of {self.record.program.name!r} or the first few, got {len(args)}."
@@ -194,11 +208,26 @@ class Strategy(Answer):
             if self.record.argument_structure["tuple"][position] is None:  # static
                 placed.append(argument)
                 continue
-            self._check_leaves(position, tree, leaves, shardings)
+            given = self._padded.with_padding(leaves, first)
+            self._check_leaves(position, tree, given, shardings)
+            first += len(given)
             paths, wanted = [tensor.path for tensor, _ in shardings], [sharding for _, sharding in shardings]
-            there = put(leaves, wanted, paths, (True,) * len(leaves))
+            there = put(given, wanted, paths, (True,) * len(leaves))
             placed.append(tree.unflatten(apart(leaves, there, seen) if self.record.donate_argnums else there))
         return split.update(tuple(placed))
+
+    def unpad(self, tree: Any) -> Any:
+        """An argument, or a tuple of the first few, in its own sizes: without the padding that `shard`, `init` and the step give it.
+
+        NNX objects are made anew. Arrays without padding are the same objects.
+
+        Raises:
+            StrategyError: no argument is structured so.
+        """
+        split = SplitModules((tree,))
+        leaves, structure = jax.tree.flatten(split.states[0])
+        own = self._padded.without_padding(leaves, self._first_leaf(split.states[0]))
+        return split.rebuild((structure.unflatten(own),))[0]
 
     @outside_mesh(keep_auto=True)
     def init(self, init_fn: Callable, *args: Any, devices: Sequence[Any] | None = None) -> Any:
@@ -222,7 +251,12 @@ class Strategy(Answer):
 
         check_equal(jax.tree.leaves(args), [f"args{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(args)])
         shape = with_axes(lambda: jax.eval_shape(pure_init, *args), self.mesh_shape)
-        leaves = with_axes(lambda: sharded_leaves(pure_init, args, self._matching(shape, devices)), self.mesh_shape)
+        shardings, first = self._matching(shape, devices), self._first_leaf(shape)
+
+        def padded_init(*args: Any) -> list[Any]:
+            return self._padded.with_padding(jax.tree.leaves(pure_init(*args)), first)
+
+        leaves = with_axes(lambda: sharded_leaves(padded_init, args, shardings), self.mesh_shape)
         return made[0].rebuild((jax.tree.structure(shape).unflatten(leaves),))[0]
 
     def data_shard(self, argnums: int | Sequence[int], devices: Sequence[Any] | None = None) -> DataShard:
@@ -299,6 +333,14 @@ class Strategy(Answer):
                     "Search again for these shapes."
                 )
 
+    @cached_property
+    def _padded(self) -> PaddedArguments:
+        return PaddedArguments(self.record)
+
+    def _first_leaf(self, tree: Any) -> int:
+        """The position, among all argument leaves, of the first one of an argument."""
+        return sum(per_argument(self.record.argument_structure)[: self.positions(tree)[0]])
+
     def _matching(self, tree: Any, devices: Sequence[Any] | None) -> list[NamedSharding]:
         """The shardings of the leaves of the argument that the tree is: by its structure and shapes, else by its shapes alone."""
         first, last = self.positions(tree)
@@ -312,10 +354,17 @@ class Strategy(Answer):
         Raises:
             StrategyError: no argument is structured so.
         """
-        flat = iter(self.record.arguments)
-        shapes = [[tensor.shape for tensor in islice(flat, n)] for n in per_argument(self.record.argument_structure)]
-        found = position_of(self.record.argument_structure, shapes, tree)
+        sizes = per_argument(self.record.argument_structure)
+
+        def among(leaves: Sequence[tuple[int, ...]]) -> tuple[int, int] | None:
+            flat = iter(leaves)
+            return position_of(self.record.argument_structure, [[*islice(flat, n)] for n in sizes], tree)
+
+        found = among([tuple(tensor.shape) for tensor in self.record.arguments])
+        if found is None and self._padded:
+            found = among(self._padded.own_shapes)
         if found is None:
+            shapes = [range(n) for n in sizes]
             raise StrategyError(
                 f"the arguments of {self.record.program.name!r} have {', '.join(str(len(leaves)) for leaves in shapes)} arrays, and the "
                 f"{len(jax.tree.leaves(tree))} arrays that were made or given have the shapes of none of them, nor of the first few. "

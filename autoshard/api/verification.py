@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from autoshard.api.leaf_shardings import pipeline_meshes
+from autoshard.api.padded import PaddedArguments
 from autoshard.api.pipeline_verification import PipelineVerification, stage_programs, together
 from autoshard.api.saved_graphs import save_text
 from autoshard.api.step import ANY_PLATFORM, Step, bucket_options
@@ -253,7 +254,8 @@ def verify(
     mesh = jax_mesh(record.mesh, devices) if against.here and topology is None else None
     options = {**bucket_options(target, bucket_bytes), **(compiler_options or {})}
     step = Step(fn, record, mesh, lowering, strategy._traced, options, save_graphs)
-    lowered = step.lower(*args, platform=topology.platform) if topology else step.lower(*args)
+    stored = PaddedArguments(record).as_stored(args)
+    lowered = step.lower(*stored, platform=topology.platform) if topology else step.lower(*stored)
     if against.here or against.ahead:
         progress(f"compiling {record.program.name} for {_compiled_for(record, target)}", 0.0)
     if not (against.here or against.ahead):

@@ -11,12 +11,13 @@ from autoshard.rewrite.experts import PackedExperts
 from autoshard.rewrite.experts import proposals as packed_experts
 from autoshard.rewrite.options import Proposals, Rewriting
 from autoshard.rewrite.padding import Padded
+from autoshard.rewrite.padding import proposals as padded
 
 __all__ = ["PROPOSALS", "Rewrite", "Rewriting", "from_json", "rewritten", "to_json"]
 
 KINDS: dict[str, type[Rewrite]] = {each.kind: each for each in (FusedAttention, PackedExperts, Padded)}
 
-PROPOSALS: tuple[Proposals, ...] = (fused_attention, packed_experts)
+PROPOSALS: tuple[Proposals, ...] = (fused_attention, packed_experts, padded)
 """In the order in which they are applied."""
 
 

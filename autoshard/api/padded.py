@@ -1,0 +1,168 @@
+"""Arrays in their own sizes and with padding, where a strategy pads dimensions: JAX stores no array unevenly over devices.
+
+A call returns things in the form it was given. State that `Strategy.shard` or `Strategy.init` placed has padding, and so has the state that
+the step returns for it; of arrays in their own sizes, the step pads and returns those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autoshard.ir import Spec
+from autoshard.rewrite import Padded, from_json
+from autoshard.rewrite.extents import Extents, padded_shape, resized
+from autoshard.strategy import Record
+from autoshard.trace import SplitModules
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of one argument leaf.
+
+    Attributes:
+        own: its shape as the function is written.
+        extents: the padding of each dimension.
+    """
+
+    own: Shape
+    extents: Extents
+
+    @property
+    def padded(self) -> Shape:
+        """Its shape with padding."""
+        return padded_shape(self.own, self.extents)
+
+    def with_padding(self, x: Any) -> Any:
+        """An array with padding of zeros; itself where it is no array in its own sizes."""
+        if np.shape(x) != self.own or not any(self.extents):
+            return x
+        if isinstance(x, np.ndarray) and all(len(of) <= 1 for of in self.extents):  # not by way of a device
+            return np.pad(x, [(0, of[0][1] - of[0][0]) if of else (0, 0) for of in self.extents])
+        return _resize(x, self._none, self.extents)
+
+    def without_padding(self, x: Any) -> Any:
+        """An array without padding; itself where it has none."""
+        if np.shape(x) != self.padded or not any(self.extents):
+            return x
+        return _resize(x, self.extents, self._none)
+
+    def own_spec(self, spec: Spec) -> tuple:
+        """The spec in which the array is stored in its own sizes: dimensions with padding are whole."""
+        entries = (*spec, *(None,) * (len(self.own) - len(spec)))
+        return tuple(None if of else entry for entry, of in zip(entries, self.extents, strict=True))
+
+    @property
+    def _none(self) -> Extents:
+        return ((),) * len(self.own)
+
+
+def _resize(x: Any, have: Extents, want: Extents) -> Any:
+    return _resized(x, have=have, want=want) if isinstance(x, jax.Array) and x.ndim else resized(x, have, want)
+
+
+_resized = jax.jit(resized, static_argnames=("have", "want"))
+
+
+class PaddedArguments:
+    """The sizes of a strategy's arguments.
+
+    Attributes:
+        leaves: per argument leaf its sizes, where it has padding.
+    """
+
+    def __init__(self, record: Record):
+        self._shapes = [tuple(tensor.shape) for tensor in record.arguments]
+        self.leaves: dict[int, Sizes] = {}
+        for rewrite in from_json(record.program.rewrites) if record.program.rewrites else ():
+            for position, dim, of in rewrite.arguments if isinstance(rewrite, Padded) else ():
+                self._add(position, dim, of)
+
+    def _add(self, position: int, dim: int, of: Any) -> None:
+        shape = self._shapes[position]
+        sizes = self.leaves.get(position, Sizes(shape, ((),) * len(shape)))
+        size = 1
+        for part, _ in of:
+            size *= part
+        own, extents = list(sizes.own), list(sizes.extents)
+        own[dim], extents[dim] = size, of
+        self.leaves[position] = Sizes(tuple(own), tuple(extents))
+
+    def __bool__(self) -> bool:
+        return bool(self.leaves)
+
+    @cached_property
+    def own_shapes(self) -> list[Shape]:
+        """Per argument leaf its shape as the function is written."""
+        return [self.leaves[k].own if k in self.leaves else shape for k, shape in enumerate(self._shapes)]
+
+    def with_padding(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
+        """Argument leaves, from a position on, with padding; those that have it, and all others, as they are."""
+        return [self.leaves[k].with_padding(x) if k in self.leaves else x for k, x in enumerate(leaves, first)]
+
+    def without_padding(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
+        """Argument leaves, from a position on, without padding."""
+        return [self.leaves[k].without_padding(x) if k in self.leaves else x for k, x in enumerate(leaves, first)]
+
+    def as_written(self, args: tuple) -> tuple:
+        """The arguments as the function is written for them: arrays with padding are types without, and all others as they are."""
+        return self._other(args, lambda sizes, shape: sizes.own if shape == sizes.padded else shape)
+
+    def as_stored(self, args: tuple) -> tuple:
+        """The arguments as the strategy stores them: arrays in their own sizes are types with padding, and all others as they are."""
+        return self._other(args, lambda sizes, shape: sizes.padded if shape == sizes.own else shape)
+
+    def _other(self, args: tuple, shape_of: Callable[[Sizes, Shape], Shape]) -> tuple:
+        """The arguments with types in place of arrays, where some have other shapes."""
+        if not self.leaves:
+            return args
+        split = SplitModules(args)
+        leaves, tree = jax.tree.flatten(split.states)
+        if len(leaves) != len(self._shapes):
+            return args
+        shapes = {k: shape_of(sizes, np.shape(leaves[k])) for k, sizes in self.leaves.items()}
+        if all(np.shape(leaves[k]) == shape for k, shape in shapes.items()):
+            return args
+        return split.rebuild(tree.unflatten([_typed(x, shapes.get(k)) for k, x in enumerate(leaves)]))
+
+    def given_own(self, leaves: Sequence[Any]) -> Mapping[int, Sizes]:
+        """The leaves that are given in their own sizes, of those that have padding."""
+        return {k: sizes for k, sizes in self.leaves.items() if np.shape(leaves[k]) == sizes.own}
+
+
+def _typed(x: Any, shape: Shape | None) -> Any:
+    """A type in place of an array."""
+    if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return x
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def own_sharding(sharding: NamedSharding, sizes: Sizes) -> NamedSharding:
+    """Where an array is in its own sizes."""
+    return NamedSharding(sharding.mesh, PartitionSpec(*sizes.own_spec(tuple(sharding.spec))), memory_kind=sharding.memory_kind)
+
+
+def in_own_sizes(
+    function: Callable[..., list[Any]], own: Mapping[int, Sizes], aliases: Sequence[tuple[int, int]]
+) -> Callable[..., list[Any]]:
+    """A function of arguments with padding, for some that are in their own sizes; so are the results that replace these.
+
+    Args:
+        own: the sizes of these arguments.
+        aliases: pairs of a result and the argument that it replaces.
+    """
+
+    def called(*arguments: Any) -> list[Any]:
+        results = function(*(own[k].with_padding(x) if k in own else x for k, x in enumerate(arguments)))
+        replaced = {result: own[argument] for result, argument in aliases if argument in own}
+        return [replaced[k].without_padding(x) if k in replaced else x for k, x in enumerate(results)]
+
+    return called
