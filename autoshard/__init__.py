@@ -89,6 +89,7 @@ __all__ = [
     "IntegerProgramming",
     "Lint",
     "Manual",
+    "Padding",
     "PipelineError",
     "RecursiveProgramming",
     "RuleError",
@@ -138,6 +139,7 @@ _NAMES = {
     ),
     "ir": ("Collective",),
     "probe": ("Calibration", "calibrate"),
+    "rewrite": ("Padding",),
     "search": (
         *("Auto", "BruteForce", "DataParallel", "DynamicProgramming", "FullySharded", "IntegerProgramming", "Manual"),
         *("RecursiveProgramming", "ShardingPropagation", "TensorParallel"),

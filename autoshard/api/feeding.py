@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autoshard.api.padded import PaddedArguments
 from autoshard.api.structure import alike, dtype_of
 from autoshard.data import DataShard, local_index, shard_of
 from autoshard.errors import StrategyError
@@ -33,6 +34,7 @@ class Fed:
         batch_size: rows of a global batch: the size of dim 0 that most of them have, first of all those that are split along it.
         shard: what this process reads; what the first process does that needs any of them, where this one, of another stage, needs none.
         several: whether several processes read.
+        stored: per array, by its path, the shape with padding in which it is stored; absent where it has none.
     """
 
     argnums: tuple[int, ...]
@@ -40,9 +42,10 @@ class Fed:
     batch_size: int
     shard: DataShard
     several: bool
+    stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, argnums: tuple[int, ...], arguments: Sequence[Leaves]) -> Fed:
+    def of(cls, argnums: tuple[int, ...], arguments: Sequence[Leaves], stored: Mapping[str, tuple[int, ...]]) -> Fed:
         """These arguments of all.
 
         Raises:
@@ -56,13 +59,15 @@ class Fed:
         needed = []
         for tensor, sharding in leaves:
             if tensor.shape[:1] == (batch_size,):
-                for device, index in sharding.devices_indices_map(tensor.shape).items():
-                    needed.append((device.process_index, *index[0].indices(batch_size)[:2]))
+                shape = stored.get(tensor.path, tensor.shape)
+                for device, index in sharding.devices_indices_map(shape).items():
+                    start, stop, _ = index[0].indices(shape[0])
+                    needed.append((device.process_index, min(start, batch_size), min(stop, batch_size)))
         everyone = {device.process_index for _, sharding in chain.from_iterable(arguments) for device in sharding.device_set}
         process = jax.process_index()
         if process in everyone and process not in (reading := {process for process, _, _ in needed}):
             process = min(reading)
-        return cls(argnums, leaves, batch_size, shard_of(needed, batch_size, process), len(everyone) > 1)
+        return cls(argnums, leaves, batch_size, shard_of(needed, batch_size, process), len(everyone) > 1, stored)
 
     def has_rows(self, tensor: TensorRecord) -> bool:
         """Whether an array has a row for each of the batch's, rather than being the same in all processes."""
@@ -103,14 +108,18 @@ class Fed:
         return arrays, sums[0], sums[1]
 
     def _global(self, host: np.ndarray, tensor: TensorRecord, sharding: NamedSharding, is_part: bool) -> jax.Array:
-        """A global array of copies: a loader may use its memory again for the next batch."""
+        """A global array of copies: a loader may use its memory again for the next batch. Padding is of zeros."""
+        stored = self.stored.get(tensor.path, tensor.shape)
 
         def own(index: Any) -> np.ndarray:
-            if is_part:
-                index = (local_index(self.shard.rows, slice(*index[0].indices(self.batch_size)[:2])), *index[1:])
-            return np.array(host[index], order="C")
+            places = [slice(*at.indices(n)[:2]) for at, n in zip(index, stored, strict=True)]
+            inside = [slice(min(at.start, n), min(at.stop, n)) for at, n in zip(places, tensor.shape, strict=True)]
+            read = [local_index(self.shard.rows, inside[0]), *inside[1:]] if is_part else inside
+            found = np.array(host[tuple(read)], order="C")
+            missing = [(0, at.stop - at.start - n) for at, n in zip(places, found.shape, strict=True)]
+            return np.pad(found, missing) if any(n for _, n in missing) else found
 
-        return jax.make_array_from_callback(tensor.shape, sharding, own, dtype=host.dtype)
+        return jax.make_array_from_callback(stored, sharding, own, dtype=host.dtype)
 
 
 def _converted(x: np.ndarray, tensor: TensorRecord) -> np.ndarray:
@@ -135,7 +144,10 @@ class Matching:
 
     def __init__(self, record: Record, arguments: Sequence[Leaves], argnums: int | Sequence[int] | None = None):
         self._record = record
-        self._arguments = arguments
+        padded = PaddedArguments(record)
+        shapes = iter(padded.own_shapes)
+        self._stored = {record.arguments[k].path: sizes for k, sizes in padded.leaves.items()}
+        self._arguments = [[(replace(tensor, shape=next(shapes)), sharding) for tensor, sharding in leaves] for leaves in arguments]
         self._structures = record.argument_structure["tuple"]
         n = len(arguments)
         ones = [(number,) for number in range(n)]
@@ -160,7 +172,14 @@ class Matching:
         """
         positions = self._positions(argnums)
         if positions not in self._fed:
-            self._fed[positions] = Fed.of(positions, self._arguments)
+            for tensor, _ in chain.from_iterable(self._arguments[number] for number in positions):
+                if tensor.path in self._stored and not self._stored[tensor.path].at_end:
+                    raise StrategyError(
+                        f"rows of a batch are read in their order, and this strategy pads {tensor.path} between them. Place each batch by "
+                        "strategy.shard, or search with padding=False."
+                    )
+            stored = {path: sizes.padded for path, sizes in self._stored.items()}
+            self._fed[positions] = Fed.of(positions, self._arguments, stored)
         return self._fed[positions]
 
     def _positions(self, argnums: int | Sequence[int]) -> tuple[int, ...]:

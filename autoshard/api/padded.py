@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir import Spec
 from autoshard.rewrite import Padded, from_json
-from autoshard.rewrite.extents import Extents, padded_shape, resized
+from autoshard.rewrite.extents import Extents, is_suffix, padded_shape, resized
 from autoshard.strategy import Record
 from autoshard.trace import SplitModules
 
@@ -41,11 +41,16 @@ class Sizes:
         """Its shape with padding."""
         return padded_shape(self.own, self.extents)
 
+    @property
+    def at_end(self) -> bool:
+        """Whether padding is at the end of each dimension."""
+        return all(map(is_suffix, self.extents))
+
     def with_padding(self, x: Any) -> Any:
         """An array with padding of zeros; itself where it is no array in its own sizes."""
         if np.shape(x) != self.own or not any(self.extents):
             return x
-        if isinstance(x, np.ndarray) and all(len(of) <= 1 for of in self.extents):  # not by way of a device
+        if isinstance(x, np.ndarray) and self.at_end:  # not by way of a device
             return np.pad(x, [(0, of[0][1] - of[0][0]) if of else (0, 0) for of in self.extents])
         return _resize(x, self._none, self.extents)
 

@@ -25,6 +25,7 @@ from autoshard.api.user_pins import Pins
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.progress import Progress
+from autoshard.rewrite import Padding
 from autoshard.search import Searcher
 from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options
@@ -226,7 +227,7 @@ def parallelize(
     start: Strategy | None = None,
     kernels: str | None = None,
     balance: float = 1.0,
-    padding: bool = True,
+    padding: bool | Padding = True,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,

@@ -22,7 +22,7 @@ from autoshard.api.ticking import is_one_program
 from autoshard.api.user_pins import Asked, Pins
 from autoshard.cluster import Cluster
 from autoshard.mesh_search.anytime import checked_seconds, endings
-from autoshard.rewrite import Rewriting
+from autoshard.rewrite import Padding, Rewriting
 from autoshard.search import Searcher, searcher_of
 from autoshard.trace import Batch
 
@@ -69,7 +69,7 @@ class Request:
         confirm: str | Confirm | None,
         kernels: str | None,
         balance: float,
-        padding: bool,
+        padding: bool | Padding,
         microbatches: Microbatches,
         remat: str | None,
         offload: str | None,

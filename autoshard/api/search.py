@@ -32,6 +32,7 @@ from autoshard.judge.model import CostModel
 from autoshard.mesh_search.candidates import placed
 from autoshard.problem import Problem
 from autoshard.progress import Progress, silent
+from autoshard.rewrite import Padding
 from autoshard.search import Searcher, Solution
 from autoshard.search.propagation import follow_layouts
 from autoshard.strategy import Record
@@ -63,7 +64,7 @@ def search(
     start: Strategy | None = None,
     kernels: str | None = None,
     balance: float = 1.0,
-    padding: bool = True,
+    padding: bool | Padding = True,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
 

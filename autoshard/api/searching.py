@@ -25,6 +25,7 @@ from autoshard.api.tracing import TracedOnce
 from autoshard.api.variants import fastest as fastest_variant
 from autoshard.progress import Progress, part, silent
 from autoshard.render import shown
+from autoshard.rewrite import stays_whole
 from autoshard.trace import outside_mesh
 
 
@@ -40,12 +41,20 @@ def answered(fn: Callable, args: tuple, request: Request, progress: Progress | b
         share = 1.0 if request.confirm is None else SEARCHING
         found = fastest_variant(once, args, request, searched, part(callback, 0.0, share))
         if isinstance(found, TracedOnce):
-            return _searched(found, args, request, callback)
+            return _with_uneven(_searched(found, args, request, callback), request)
         strategy, one = found
         if request.confirm is None:
-            return strategy
+            return _with_uneven(strategy, request)
         left = None if request.seconds is None else request.seconds * (1 - SEARCHING)
-        return _searched(one, args, request.within(left, request.confirm), part(callback, share, 1 - share))
+        confirmed = _searched(one, args, request.within(left, request.confirm), part(callback, share, 1 - share))
+        return _with_uneven(confirmed, request)
+
+
+def _with_uneven(strategy: Strategy, request: Request) -> Strategy:
+    """The strategy with notes on dimensions that do not divide."""
+    if strategy.record.pipeline is not None or (known := strategy._known) is None:
+        return strategy
+    return noted(strategy, *stays_whole(known.facts.graph, known.facts.rules, strategy.record.assignment, request.rewriting.padding))
 
 
 def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress, least: float = math.inf) -> Strategy:

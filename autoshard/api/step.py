@@ -175,7 +175,7 @@ class Step(Sharded):
         program, pure = self._program(args)
         leaves, tree = jax.tree.flatten(pure)
         if self._record.donate_argnums:
-            _check_alive(leaves, program.traced.graph.argument_paths)
+            check_alive(leaves, program.traced.graph.argument_paths)
         there = put(leaves, program.in_shardings, program.traced.graph.argument_paths, program.is_state)
         if self._record.donate_argnums:
             there = apart(leaves, there, set())
@@ -435,7 +435,7 @@ def _described(x: Any, sharding: NamedSharding | None) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False), sharding=sharding)
 
 
-def _check_alive(leaves: list[Any], paths: Sequence[str]) -> None:
+def check_alive(leaves: list[Any], paths: Sequence[str]) -> None:
     """Raises `StrategyError` for arrays that an earlier call was given to keep; jaxlib 0.10.2 may crash on these."""
     for x, path in zip(leaves, paths, strict=True):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():

@@ -21,7 +21,7 @@ from autoshard.api.pins import Pins
 from autoshard.api.pipeline_step import PipelineStep
 from autoshard.api.placing import apart, check_equal, put, sharded_leaves
 from autoshard.api.recorded import lasting
-from autoshard.api.step import Step, bucket_options, program_of
+from autoshard.api.step import Step, bucket_options, check_alive, program_of
 from autoshard.api.structure import alike, dtype_of, per_argument, position_of, rebuild
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
@@ -226,7 +226,9 @@ class Strategy(Answer):
         """
         split = SplitModules((tree,))
         leaves, structure = jax.tree.flatten(split.states[0])
-        own = self._padded.without_padding(leaves, self._first_leaf(split.states[0]))
+        first = self._first_leaf(split.states[0])
+        check_alive(leaves, [tensor.path for tensor in self.record.arguments[first : first + len(leaves)]])
+        own = self._padded.without_padding(leaves, first)
         return split.rebuild((structure.unflatten(own),))[0]
 
     @outside_mesh(keep_auto=True)

@@ -54,12 +54,15 @@ def fastest(
             continue
         if until is None and seconds is not None:  # from here on, since tracing does not count
             until = time.perf_counter() + seconds
-        untried = new if chosen in found else [*new, chosen]  # where the first is much faster, it is soon known that the last is not
+        is_choice = not any(getattr(rewrites[-1], "required", False) for rewrites in new)
+        among = [chosen, *new] if is_choice else new
+        # Where the first is much faster, it is soon known that the one as it is written is not.
+        untried = [rewrites for rewrites in (*new, chosen) if rewrites in among and rewrites not in found]
         for k, rewrites in enumerate(untried):
             if found and until is not None and time.perf_counter() > until and any(isinstance(each, Strategy) for each in found.values()):
                 break
             tried(rewrites, 1 / (len(untried) - k), k / len(untried))
-        chosen = _best(found, [chosen, *new])
+        chosen = _best(found, among)
     if not found:
         return once
     best = found[chosen]

@@ -10,6 +10,7 @@ from typing import Any
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError
 from autoshard.rewrite.base import Rewrite
+from autoshard.rewrite.padding import Padding
 from autoshard.trace import Traced
 
 
@@ -20,12 +21,12 @@ class Rewriting:
     Attributes:
         kernels: ``"auto"``: plain attention may become a fused kernel; None: it stays as it is written.
         balance: the load of the fullest expert over the mean that dropless experts are planned for.
-        padding: whether dimensions that do not divide may be padded.
+        padding: whether dimensions that do not divide may be padded, and to which sizes.
     """
 
     kernels: str | None = None
     balance: float = 1.0
-    padding: Any = True
+    padding: bool | Padding = True
 
     @classmethod
     def of(cls, kernels: Any, balance: Any, padding: Any) -> Rewriting:
@@ -42,8 +43,11 @@ class Rewriting:
                 "balance is the number of rows of the fullest expert over the mean of all experts, so at least 1; "
                 f"got {balance!r}. Use 1.0 for equal loads, or 1.25 where the fullest has a quarter more."
             )
-        if not isinstance(padding, bool):
-            raise ShardingError(f"padding is True or False, got {padding!r}. Use False to keep every dimension at its own size.")
+        if not isinstance(padding, bool | Padding):
+            raise ShardingError(
+                "padding is True or False, or an autoshard.Padding that says of how many elements shards are multiples; "
+                f"got {padding!r}. Use False to keep every dimension at its own size, or autoshard.Padding(quantum=128)."
+            )
         return cls(kernels, float(balance), padding)
 
 

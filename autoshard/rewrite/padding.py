@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from itertools import chain
 from typing import Any, ClassVar, Self
 
 from autoshard.cluster import Cluster
-from autoshard.errors import TraceError
-from autoshard.ir import Graph, Rule
+from autoshard.errors import ShardingError, TraceError
+from autoshard.ir import Assignment, Graph, Rule
 from autoshard.render import format_percent
 from autoshard.rewrite.extents import Extent, Extents, padded_size
-from autoshard.rewrite.padding_choice import LITTLE, Class, classes, is_promising
-from autoshard.rewrite.padding_plan import plan_padding
+from autoshard.rewrite.padding_choice import LITTLE, MATTERS, Class, arguments_of, classes, is_promising, repeated, uneven_sizes
+from autoshard.rewrite.padding_plan import Links, plan_padding
 from autoshard.rewrite.padding_program import padded_program
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt
@@ -47,7 +48,7 @@ class PaddedDim:
     def __str__(self) -> str:
         """The sentence of explanations."""
         size, padded = math.prod(n for n, _ in self.extent), padded_size(0, self.extent)
-        return f"{self.name}, {size:,}, is padded to {padded:,} over {self.shards}: {format_percent(self.more_work)} more work"
+        return f"{self.name}, of size {size:,}, is padded to {padded:,} over {self.shards}: {format_percent(self.more_work)} more work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,14 @@ class Padded:
     Attributes:
         dims: one of each class of dimensions that belong together.
         arguments: positions of the argument leaves with padding, each with its dimension and its extent.
+        required: whether the user asks for it, so that the program without is no choice.
     """
 
     kind: ClassVar[str] = "padding"
 
     dims: tuple[PaddedDim, ...]
     arguments: tuple[tuple[int, int, Extent], ...] = ()
+    required: bool = field(default=False, compare=False)
 
     def apply(self, traced: Traced) -> Traced:
         graph = traced.graph
@@ -73,7 +76,9 @@ class Padded:
         results: list[Extents] = [((),) * graph.values[value].rank for value in graph.results]
         for result, argument in graph.aliases:
             results[result] = padded[argument]
-        return replace(rebuilt(traced, padded_program(traced.jaxpr, plan, results), traced.microbatches), padding=padded)
+        made = rebuilt(traced, padded_program(traced.jaxpr, plan, results), traced.microbatches)
+        noted = replace(made.graph, assumptions=(*made.graph.assumptions, f"{self.describe()}{PLACED if self.arguments else ''}"))
+        return replace(made, graph=noted, padding=padded)
 
     def _given(self, graph: Graph) -> dict[tuple[int, int], Extent]:
         given: dict[tuple[int, int], Extent] = {}
@@ -99,8 +104,20 @@ class Padded:
         return cls(dims, tuple((int(k), int(dim), _extent(of)) for k, dim, of in fields["arguments"]))
 
     def describe(self) -> str:
-        return "; ".join(map(str, self.dims))
+        groups: dict[tuple[Extent, int], list[PaddedDim]] = {}
+        for each in self.dims:
+            groups.setdefault((each.extent, each.shards), []).append(each)
+        return "; ".join(map(_together, groups.values()))
 
+
+def _together(dims: Sequence[PaddedDim]) -> str:
+    """The sentence of dimensions of one size."""
+    first, more = dims[0], len(dims) - 1
+    others = f" and {more} dimension{'s' if more > 1 else ''} more like it" if more else ""
+    return str(replace(first, name=f"{first.name}{others}", more_work=sum(each.more_work for each in dims)))
+
+
+PLACED = "; strategy.shard and strategy.init give state its padding, and of arrays in their own sizes each step pads and cuts"
 
 _OF_ONE = "a padding is of one program"
 
@@ -116,31 +133,89 @@ def _extent(parts: Any) -> Extent:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """What a search may pad, and to which sizes; ``padding=True`` is ``Padding()``.
+
+    Attributes:
+        quantum: of how many elements each device's shard of a padded dimension of state is a multiple, such as the blocks of quantised
+            state: one number for all arguments, or one for each pattern of their paths. Dimensions that are no such multiples are padded
+            in any case.
+
+    >>> Padding(quantum={"state['mu']*": 128}).quantum_of("state['mu']['embed']")
+    128
+
+    Raises:
+        ShardingError: a quantum is no positive whole number.
+    """
+
+    quantum: int | Mapping[str, int] = 1
+
+    def __post_init__(self) -> None:
+        for each in self.quantum.values() if isinstance(self.quantum, Mapping) else (self.quantum,):
+            if isinstance(each, bool) or not isinstance(each, int) or each < 1:
+                raise ShardingError(
+                    "a quantum is the number of elements of which each device's shard of a dimension is a multiple, a positive whole "
+                    f"number or one for each pattern of arguments' paths; got {self.quantum!r}. Use 128, or {{\"state['mu']*\": 128}}."
+                )
+
+    def quantum_of(self, path: str) -> int:
+        """The quantum of an argument by its path."""
+        if not isinstance(self.quantum, Mapping):
+            return self.quantum
+        return next((each for pattern, each in self.quantum.items() if path == pattern or fnmatch(path, _literal(pattern))), 1)
+
+
+def _literal(pattern: str) -> str:
+    """A pattern of paths as `fnmatch` reads it: brackets stand for themselves."""
+    return pattern.replace("[", "[[]")
+
+
 def proposals(traced: Traced, cluster: Cluster, rewriting: Any) -> tuple[Padded, ...]:
     """The paddings that are worth planning: of dimensions that grow by little, and also of those that grow by much."""
     if not rewriting.padding or cluster.n_devices == 1:
         return ()
-    graph = traced.graph
+    graph, asked, devices = traced.graph, rewriting.padding, cluster.n_devices
+    quanta = {k: asked.quantum_of(graph.argument_paths[k]) for k in graph.state} if isinstance(asked, Padding) else {}
+    quanta = {k: quantum for k, quantum in quanta.items() if quantum > 1}
+    if not quanta and not uneven_sizes(graph, devices):
+        return ()
     rules = rules_of(graph)
-    found = [*classes(graph, rules, cluster.n_devices)]
-    little = [each for each in found if each.growth <= LITTLE]
-    much = [each for each in found if each.growth > LITTLE and is_promising(each, graph, cluster.n_devices)]
-    several = [little, [*little, *much]] if much else [little]
-    return tuple(_padded(graph, rules, chosen) for chosen in several if chosen)
+    found = [*classes(graph, rules, devices, quanta)]
+    required = [each for each in found if each.quantum > 1]
+    little = [each for each in found if each.growth <= LITTLE or each.quantum > 1]
+    much = [each for each in found if each not in little and is_promising(each, graph, devices)]
+    several = dict.fromkeys(map(tuple, (required, little, [*little, *much])))
+    return tuple(_padded(graph, rules, chosen, bool(required)) for chosen in several if chosen)
 
 
-def _padded(graph: Graph, rules: Sequence[Rule | None], chosen: Sequence[Class]) -> Padded:
-    plan = plan_padding(graph, rules, {(each.value, each.dim): each.extent for each in chosen})
-    arguments = tuple((k, dim, of) for k, value in enumerate(graph.arguments) for dim, of in enumerate(plan.of(value)) if of)
-    dims = (PaddedDim(each.value, each.dim, each.extent, _name(graph, each), each.shards, each.growth * each.share) for each in chosen)
-    return Padded(tuple(dims), arguments)
+def _padded(graph: Graph, rules: Sequence[Rule | None], chosen: Sequence[Class], required: bool) -> Padded:
+    extents = Links(graph, rules).spread({(each.value, each.dim): each.extent for each in chosen})
+    dims = (PaddedDim(each.value, each.dim, each.extent, named(graph, each), each.shards, each.growth * each.share) for each in chosen)
+    return Padded(tuple(dims), arguments_of(graph, extents), required)
 
 
-def _name(graph: Graph, found: Class) -> str:
+def stays_whole(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, asked: bool | Padding) -> list[str]:
+    """Dimensions that do not divide and whose operations several devices do alike, in words; none that were planned with padding, too."""
+    devices, words = assignment.mesh.size, []
+    for found in classes(graph, rules, devices) if uneven_sizes(graph, devices) else ():
+        tried = bool(asked) and (found.growth <= LITTLE or is_promising(found, graph, devices))
+        if tried or (share := repeated(found, graph, rules, assignment)) < MATTERS:
+            continue
+        padded = padded_size(0, found.extent)
+        remedy = f"choose {padded:,} or another size that divides" if asked else f"choose {padded:,}, or let padding=True pad it"
+        words.append(
+            f"{named(graph, found)}, of size {found.size:,}, does not divide by {devices} devices, and several of these repeat "
+            f"{format_percent(share)} of the step's work that has it: {remedy}"
+        )
+    return words
+
+
+def named(graph: Graph, found: Class) -> str:
     """A dimension by the arguments that have it."""
     if not found.arguments:
-        return f"a dimension of {found.size:,} elements that no argument has"
-    k, dim, _ = next((each for each in found.arguments if graph.arguments[each[0]] == found.value), found.arguments[0])
+        return "a dimension that no argument has"
+    k, dim, _ = min(found.arguments, key=lambda each: len(graph.argument_paths[each[0]]))
     more = len({other for other, _, _ in found.arguments}) - 1
     others = f" and of {more} argument{'s' if more > 1 else ''} more" if more else ""
     return f"dimension {dim} of {graph.argument_paths[k]}{others}"

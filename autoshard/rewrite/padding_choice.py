@@ -9,14 +9,14 @@ use all devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.cost.compute import op_flops
-from autoshard.ir import Graph, Op, Rule
+from autoshard.ir import Assignment, Graph, Op, Rule
 from autoshard.primitives import is_matrix
 from autoshard.rewrite.extents import Extent, Extents, padded_size
-from autoshard.rewrite.padding_plan import Plan, plan_padding
+from autoshard.rewrite.padding_plan import Links
 
 LITTLE = 0.05
 """Growth of a dimension that is tried wherever the dimension matters."""
@@ -42,6 +42,8 @@ class Class:
         share: the share of the step's work of operations that have the dimension.
         memory: the share of the bytes of all its arrays.
         arguments: positions of arguments, their dimensions and extents.
+        ops: the operations that have the dimension, by their numbers.
+        quantum: of how many elements each shard is a multiple.
     """
 
     value: int
@@ -51,6 +53,8 @@ class Class:
     share: float
     memory: float
     arguments: tuple[tuple[int, int, Extent], ...]
+    ops: tuple[int, ...]
+    quantum: int = 1
 
     @property
     def growth(self) -> float:
@@ -76,7 +80,7 @@ def padded_for(size: int, devices: int, quantum: int = 1) -> tuple[int, int] | N
     for q in _divisors(devices):
         padded = -(-size // (q * quantum)) * q * quantum
         growth = padded / size - 1
-        if q > now and growth <= MUCH and q <= size:
+        if q > now and growth <= MUCH:
             # Little growth counts as none, so that of these the one that most devices divide is taken.
             key = (padded if growth > LITTLE else size) / q, q, padded
             best = key if best is None or key[0] < best[0] else best
@@ -89,29 +93,41 @@ def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
 
 
-def classes(graph: Graph, rules: Sequence[Rule | None], devices: int) -> Iterator[Class]:
-    """The classes of dimensions that do not divide and that matter, those of arguments first."""
+def uneven_sizes(graph: Graph, devices: int) -> dict[int, tuple[int, int]]:
+    """The sizes of dimensions that padding lets more devices divide, each with its padded size and the number of these devices."""
     sizes = {size for value in graph.values for size in value.shape}
-    uneven = {size: found for size in sizes if size > 1 and (found := padded_for(size, devices)) is not None}
-    if not uneven:
-        return
-    work = _Work(graph, rules)
+    return {size: found for size in sizes if size > 1 and (found := padded_for(size, devices)) is not None}
+
+
+def classes(graph: Graph, rules: Sequence[Rule | None], devices: int, quanta: Mapping[int, int] | None = None) -> Iterator[Class]:
+    """The classes of dimensions that do not divide and that matter, those of arguments first.
+
+    Args:
+        quanta: per position of an argument of how many elements each shard is a multiple.
+    """
+    of_value = {graph.arguments[k]: quantum for k, quantum in (quanta or {}).items()}
+    uneven, work, links = uneven_sizes(graph, devices), _Work(graph, rules), Links(graph, rules)
     seen: set[tuple[int, int]] = set()
-    for value in dict.fromkeys((*graph.arguments, *work.largest())):
+    for value in dict.fromkeys((*of_value, *graph.arguments, *work.largest())):
+        quantum = of_value.get(value, 1)
         for dim, size in enumerate(graph.values[value].shape):
-            if size not in uneven or (value, dim) in seen:
+            wanted = padded_for(size, devices, quantum) if quantum > 1 else uneven.get(size)
+            if wanted is None or (value, dim) in seen:
                 continue
-            padded, shards = uneven[size]
-            extent = ((size, padded),)
-            plan = plan_padding(graph, rules, {(value, dim): extent})
-            seen |= {(other, d) for other, extents in plan.extents.items() for d, of in enumerate(extents) if of}
-            found = Class(value, dim, extent, shards, *work.shares(plan), _arguments(graph, plan))
-            if max(found.share, found.memory) >= MATTERS:
+            extent = ((size, wanted[0]),)
+            extents = links.spread({(value, dim): extent})
+            seen |= {(other, d) for other, found in extents.items() for d, of in enumerate(found) if of}
+            ops = {op.index: op for each in extents for op in links.ops.get(each, ())}
+            shares = work.shares(ops.values())
+            found = Class(value, dim, extent, wanted[1], *shares, arguments_of(graph, extents), tuple(sorted(ops)), quantum)
+            if quantum > 1 or max(found.share, found.memory) >= MATTERS:
                 yield found
 
 
-def _arguments(graph: Graph, plan: Plan) -> tuple[tuple[int, int, Extent], ...]:
-    return tuple((k, dim, of) for k, value in enumerate(graph.arguments) for dim, of in enumerate(plan.of(value)) if of)
+def arguments_of(graph: Graph, extents: Mapping[int, Extents]) -> tuple[tuple[int, int, Extent], ...]:
+    """The positions of arguments with padding, each with the dimension and its extent."""
+    padded = ((k, extents[value]) for k, value in enumerate(graph.arguments) if value in extents)
+    return tuple((k, dim, of) for k, found in padded for dim, of in enumerate(found) if of)
 
 
 class _Work:
@@ -121,30 +137,37 @@ class _Work:
         self.graph, self.rules = graph, rules
         self.products = {op.index: self._flops(op) for op in graph.walk() if is_matrix(op.primitive) or op.kernel is not None}
         self.flops = sum(self.products.values())
-        self.bytes = sum(op.trips * self._nbytes(op) for op in graph.walk() if not op.bodies)
+        self.bytes = sum(self.nbytes(op) for op in graph.walk() if not op.bodies)
 
     def _flops(self, op: Op) -> float:
         return op.trips * op_flops(op, self.rules[op.index], self.graph.values)
 
-    def _nbytes(self, op: Op) -> float:
-        return sum(self.graph.values[value].nbytes for value in op.results)
+    def nbytes(self, op: Op) -> float:
+        """The bytes that an operation makes in a step."""
+        return op.trips * sum(self.graph.values[value].nbytes for value in op.results)
 
     def largest(self) -> list[int]:
         """The results of what is much of the work, in program order."""
         much = [op for op in self.graph.walk() if self.products.get(op.index, 0.0) >= MATTERS * self.flops > 0]
-        much += [op for op in self.graph.walk() if not op.bodies and op.trips * self._nbytes(op) >= MATTERS * self.bytes > 0]
+        much += [op for op in self.graph.walk() if not op.bodies and self.nbytes(op) >= MATTERS * self.bytes > 0]
         return [value for op in much for value in (*op.operands, *op.results)]
 
-    def shares(self, plan: Plan) -> tuple[float, float]:
-        """The shares of the work, and of the bytes, of operations with padding."""
-        moved = [op for op in self.graph.walk() if op.index in plan.moves and _pads(plan.moves[op.index].reads, plan.moves[op.index].makes)]
-        flops = sum(self.products.get(op.index, 0.0) for op in moved)
-        nbytes = sum(op.trips * self._nbytes(op) for op in moved)
+    def shares(self, ops: Collection[Op]) -> tuple[float, float]:
+        """The shares of the work, and of the bytes that are made, of some operations."""
+        flops = sum(self.products.get(op.index, 0.0) for op in ops)
+        nbytes = sum(self.nbytes(op) for op in ops)
         return flops / (self.flops or 1.0), nbytes / (self.bytes or 1.0)
 
 
-def _pads(*sides: tuple[Extents, ...]) -> bool:
-    return any(of for side in sides for extents in side for of in extents)
+def repeated(found: Class, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment) -> float:
+    """The share of the step's work, or of the bytes that it makes, of operations that have a dimension and that devices do alike."""
+    work, n = _Work(graph, rules), assignment.mesh.size
+    flops = nbytes = 0.0
+    for op in (graph.walk()[index] for index in found.ops):
+        parts = math.prod(size for (factor, _), size in zip(assignment.choice(op.index), assignment.mesh.sizes, strict=True) if factor >= 0)
+        flops += work.products.get(op.index, 0.0) * (1 - parts / n)
+        nbytes += work.nbytes(op) * (1 - parts / n)
+    return max(flops / (work.flops or 1.0), nbytes / (work.bytes or 1.0))
 
 
 def is_promising(found: Class, graph: Graph, devices: int) -> bool:

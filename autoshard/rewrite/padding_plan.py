@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from autoshard.ir import Graph, Op, Rule
 from autoshard.lower.control_flow import FLOWS
 from autoshard.lower.plan import holder_values
+from autoshard.primitives import is_matrix
 from autoshard.rewrite.extents import Extent, Extents, divided, merged, padded_size
 from autoshard.rewrite.padding_contents import UNKNOWN, Content, Contents, Masks, Reading, after, made, masks
 from autoshard.rewrite.padding_rules import takes
@@ -79,31 +80,26 @@ def _shifted(extents: Any, by: int) -> Any:
 
 def plan_padding(graph: Graph, rules: Sequence[Rule | None], given: Mapping[tuple[int, int], Extent]) -> Plan:
     """The plan in which the given dimensions, by value and position, have these extents; linear in the size of the program."""
-    views = holder_values(graph)
-    spread = _Spread(graph, rules, views)
-    for (value, dim), of in given.items():
-        spread.put(value, dim, of)
-    spread.run()
-    extents = {value: tuple(found) for value, found in spread.found.items()}
-    plan = Plan(graph, extents, {}, views)
-    return Plan(graph, extents, _Reader(plan, rules).moves(), views)
+    links = Links(graph, rules)
+    plan = Plan(graph, links.spread(given), {}, links.views)
+    return replace(plan, moves=_Reader(plan, rules).moves())
 
 
 # -- which dimensions ----------------------------------------------------------------------------------------------------------
 
 
-class _Spread:
-    """Extents on their way through a program.
+class Links:
+    """What belongs to what in a program.
 
     Attributes:
-        found: per value the extents of its dimensions.
+        ops: per value the operations without bodies that read or make it.
+        views: per value that shares a holder's extents, the holder's value.
     """
 
-    def __init__(self, graph: Graph, rules: Sequence[Rule | None], views: Mapping[int, int]):
-        self.graph, self.rules, self.views = graph, rules, views
-        self.found: dict[int, list[Extent]] = {}
+    def __init__(self, graph: Graph, rules: Sequence[Rule | None]):
+        self.graph, self.rules = graph, rules
+        self.views = views = holder_values(graph)
         self.fixed = {*graph.constants, *graph.literals}
-        self.waiting: deque[int] = deque()
         self.ops: dict[int, list[Op]] = {}
         self.links: dict[int, list[tuple[int, int]]] = {}  # per value others with their number of further leading dimensions
         for op in graph.walk():
@@ -121,27 +117,48 @@ class _Spread:
         self.links.setdefault(one, []).append((other, shift))
         self.links.setdefault(other, []).append((one, -shift))
 
+    def spread(self, given: Mapping[tuple[int, int], Extent]) -> dict[int, Extents]:
+        """The extents of all values that belong to the given dimensions; linear in these."""
+        spread = _Spread(self)
+        for (value, dim), of in given.items():
+            spread.put(value, dim, of)
+        return spread.run()
+
+
+class _Spread:
+    """Extents on their way through a program.
+
+    Attributes:
+        found: per value the extents of its dimensions.
+    """
+
+    def __init__(self, links: Links):
+        self.links, self.graph, self.rules, self.views = links, links.graph, links.rules, links.views
+        self.found: dict[int, list[Extent]] = {}
+        self.waiting: deque[int] = deque()
+
     def put(self, value: int, dim: int, of: Extent) -> None:
         """Pads a dimension, unless it is padded as much already."""
         value = owner(self.views, value)
         whole = self.graph.values[value]
-        if value in self.fixed or not of or whole.dtype.startswith("key"):
+        if value in self.links.fixed or not of or whole.dtype.startswith("key"):
             return
         dims = self.found.setdefault(value, [()] * whole.rank)
         if padded_size(whole.shape[dim], of) > padded_size(whole.shape[dim], dims[dim]):
             dims[dim] = of
             self.waiting.append(value)
 
-    def run(self) -> None:
+    def run(self) -> dict[int, Extents]:
         """Pads what belongs to what is padded."""
         while self.waiting:
             value = self.waiting.popleft()
-            for other, shift in self.links.get(value, ()):
+            for other, shift in self.links.links.get(value, ()):
                 for dim, of in enumerate(self.found[value]):
                     if 0 <= dim + shift < self.graph.values[other].rank:
                         self.put(other, dim + shift, of)
-            for op in self.ops.get(value, ()):
+            for op in self.links.ops.get(value, ()):
                 self._through(op)
+        return {value: tuple(found) for value, found in self.found.items()}
 
     def _through(self, op: Op) -> None:
         rule = self.rules[op.index]
@@ -195,7 +212,22 @@ class _Reader:
     def moves(self) -> dict[int, Move]:
         for op in self.graph.ops:
             self._op(op)
+        self._share()
         return self.found
+
+    def _share(self) -> None:
+        """Has all products that read a value read it with the same zeros, so that it is stored once."""
+        products = [op for op in self.graph.walk() if op.index in self.found and is_matrix(op.primitive)]
+        zeros: dict[tuple[int, Extents], dict[tuple[int, Any], None]] = {}
+        for op in products:
+            move = self.found[op.index]
+            for tensor, dim, value in move.masks:
+                zeros.setdefault((op.operands[tensor], move.reads[tensor]), {})[dim, value] = None
+        for op in products:
+            move = self.found[op.index]
+            both = enumerate(zip(op.operands, move.reads, strict=True))
+            shared = tuple((k, dim, value) for k, read in both for dim, value in zeros.get(read, ()))
+            self.found[op.index] = replace(move, masks=shared)
 
     def _content(self, value: int) -> Contents:
         value = owner(self.plan.views, value)

@@ -12,7 +12,9 @@ import numpy as np
 from programs import concrete
 
 from autoshard.rewrite.extents import Extents, extent, padded_shape, resized
-from autoshard.rewrite.padding_plan import Plan, plan_padding
+from autoshard.rewrite.padding import Padded, PaddedDim
+from autoshard.rewrite.padding_choice import arguments_of
+from autoshard.rewrite.padding_plan import Links, Plan, plan_padding
 from autoshard.rewrite.padding_program import padded_program
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, trace
@@ -104,3 +106,18 @@ def same(k: int, a: Any, b: Any, tolerance: float) -> None:
     a, b = a.astype(wide), b.astype(wide)
     scale = np.abs(a).max(initial=0.0, where=np.isfinite(a))
     np.testing.assert_allclose(b, a, rtol=0, atol=tolerance * scale + 1e-6, equal_nan=True, err_msg=f"result {k}")
+
+
+def everywhere(traced: Traced, devices: int, least: int = 2) -> Padded:
+    """Padding of all dimensions of arguments that the devices do not divide, of some size at least, and of what belongs to them."""
+    graph, dims, seen = traced.graph, [], set()
+    links = Links(graph, rules_of(graph))
+    for value in graph.arguments:
+        for dim, size in enumerate(graph.values[value].shape):
+            if size % devices and size >= least and (value, dim) not in seen:
+                of = ((size, -(-size // devices) * devices),)
+                dims.append(PaddedDim(value, dim, of, f"dimension {dim} of value {value}", devices))
+                alike = links.spread({(value, dim): of})
+                seen |= {(other, d) for other, extents in alike.items() for d, each in enumerate(extents) if each}
+    extents = links.spread({(each.value, each.dim): each.extent for each in dims})
+    return Padded(tuple(dims), arguments_of(graph, extents))
