@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from autoshard.ir import Collective
     from autoshard.probe import Calibration, calibrate
+    from autoshard.rewrite import Padding
     from autoshard.search import (
         Auto,
         BruteForce,
