@@ -104,7 +104,12 @@ def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool
             raise error
         function, loops, at_once = found
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
-    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
+    try:
+        made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
+    except TraceError:
+        if error is None:
+            raise
+        raise error from None  # why one loop would not do says more than why several do not
     note = f"the step computes {n} microbatches one after the other, each of one example in {n}, and adds gradients up; split: {split}"
     if loops > 1:
         note += f"; in {loops} such loops, since later parts of the step read what comes of all examples in earlier ones"

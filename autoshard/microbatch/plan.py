@@ -13,14 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
+
+import numpy as np
 
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.microbatch.ending import ends_one_by_one
 from autoshard.microbatch.mapped import shard_maps
+from autoshard.microbatch.provenance import Provenance
+from autoshard.microbatch.sorted_rows import concerns, moved_rows, moved_search, through_trips
 from autoshard.microbatch.status import (
     WHOLE,
+    ZERO,
     Coupled,
     Move,
     Status,
@@ -62,6 +68,7 @@ class Loop:
         coupled: the operations that need all examples and are not small, each with the work that they hold up.
         early: the small ones, which are computed before the loop.
         awaited: the values, combined over all examples, that such operations read beside each example: given them, those run in a loop.
+        is_cut: whether it runs only once it is cut there, since what comes later reads rows in the order of a sort.
     """
 
     n: int
@@ -75,6 +82,7 @@ class Loop:
     coupled: tuple[tuple[Coupled, float], ...]
     early: tuple[Coupled, ...]
     awaited: tuple[int, ...]
+    is_cut: bool = False
 
     def status(self, value: int) -> Status:
         """The status of a value."""
@@ -102,6 +110,7 @@ def plan_loop(
 
 APART = "Make that an argument of the step, or compute it of each example (for batch normalisation: group or layer normalisation)"
 
+_NUMBERS = (int, float, np.ndarray, np.generic)
 _ORDERED = ("bool", "int", "uint", "float", "bfloat")  # dtypes of which the largest of equal numbers is each of them
 
 
@@ -120,7 +129,8 @@ class _Planner:
     ):
         self.graph, self.rules, self.batch, self.n, self.gathers, self.late = graph, rules, dict(batch), n, gathers, dict(late or {})
         self.work = work
-        self.statuses: dict[int, Status] = {value: slice_along(dim) for value, dim in batch.items()}
+        zeros = (value for value, x in zip(graph.literals, graph.written, strict=True) if isinstance(x, _NUMBERS) and not np.any(x))
+        self.statuses: dict[int, Status] = {**dict.fromkeys(zeros, ZERO), **{value: slice_along(dim) for value, dim in batch.items()}}
         self.moves: dict[int, Move] = {}
         self.phases: dict[int, Phase] = {}
         self.twice: set[int] = set()
@@ -149,8 +159,15 @@ class _Planner:
             self.statuses[value] = partial("or" if self.graph.values[value].dtype == "bool" else "max")  # of equal ones
             whole.remove(value)
         if whole:
-            late = {**self.late, **self._together_with(whole)}
-            return _Planner(self.graph, self.rules, self.batch, self.n, self.gathers, self.work, late).loop()
+            return self._with_late(self._together_with(whole))
+        sorted_rows = {value for value in made if self.status(value).kind == "rows"}
+        found = self._found(made, bool(sorted_rows))
+        if sorted_rows and (not found.awaited or found.obstacle(self.work.of_ops(self.graph.ops, self.rules, self.graph)) is None):
+            return self._with_late(self._making(sorted_rows))
+        return found
+
+    def _found(self, made: Sequence[int], is_cut: bool) -> Loop:
+        """The loop, of which some values are read afterwards."""
         return Loop(
             self.n,
             self.batch,
@@ -163,14 +180,30 @@ class _Planner:
             tuple(self._held_up()),
             tuple(self.early),
             tuple(self.awaited),
+            is_cut,
         )
 
     def status(self, value: int) -> Status:
         return self.statuses.get(value, WHOLE)
 
+    @cached_property
+    def known(self) -> Provenance:
+        """What values were computed from."""
+        return Provenance(self.graph)
+
     def _cause(self, own: Coupled) -> Coupled:
         """What couples the examples: an earlier op, if there is one, which is why this one needs all of them; else its own reason."""
         return next(iter(self.coupled.values()), own)
+
+    def _with_late(self, late: Mapping[int, Coupled]) -> Loop:
+        """The loop with more ops after it."""
+        return _Planner(self.graph, self.rules, self.batch, self.n, self.gathers, self.work, {**self.late, **late}).loop()
+
+    def _making(self, rows: Set[int]) -> dict[int, Coupled]:
+        """The ops that make rows in the order of a sort which are read after the loop."""
+        makers = {self.makers[value].index: self.makers[value] for value in rows}
+        what = "makes rows in the order of a sort, which are read by all examples"
+        return {index: Coupled(op, what, APART) for index, op in makers.items()}
 
     def _together_with(self, whole: Set[int]) -> dict[int, Coupled]:
         """The ops, those of a shard_map together, that make values of examples, and others that are the same in all microbatches and are
@@ -193,7 +226,7 @@ class _Planner:
         reads = operand_statuses(op, self.status)
         light = self._is_light(op)
         self.light.update(dict.fromkeys(op.results, light))
-        if any(status.kind == "slice" for status in reads):
+        if any(status.is_split for status in reads):
             self._computed_early(op, op.operands)
             if self.n == 1:
                 self._made_inside(op.operands)
@@ -202,7 +235,7 @@ class _Planner:
         combined = [maker for maker in makers if maker is not None and self.phases[maker.index] == "after"]
         if combined:
             self.phases[op.index] = "after"
-            if any(status.kind == "slice" for status in reads):
+            if any(status.is_split for status in reads):
                 what = f"{combined[0].primitive} at {combined[0].origin}"
                 self.coupled[op.index] = Coupled(op, f"reads each example together with what comes of all of them, of {what}", APART)
                 if self.gathers and self._slices(op) <= self.gathered:
@@ -219,7 +252,7 @@ class _Planner:
                 raise self.late[op.index]
             phase, move = self._inside(op, reads)
         except Coupled as error:
-            if any(status.kind == "slice" for status in reads):
+            if any(status.is_split for status in reads):
                 if light:
                     self.early.append(error)
                     self._whole_before(op.operands)
@@ -240,11 +273,11 @@ class _Planner:
     def _place_together(self, ops: Sequence[Op]) -> None:
         """Decides the phase of the ops of a shard_map, which run together."""
         made = {value for op in ops for value in op.results}
-        if any(self.status(value).kind == "slice" for op in ops for value in op.operands):
+        if any(self.status(value).is_split for op in ops for value in op.operands):
             self._computed_early(ops[0], [value for op in ops for value in op.operands if value not in made])
         makers = [self.makers.get(value) for op in ops for value in op.operands if value not in made]
         combined = next((maker for maker in makers if maker is not None and self.phases[maker.index] == "after"), None)
-        reading = [op for op in ops if any(self.status(value).kind == "slice" for value in op.operands)]
+        reading = [op for op in ops if any(self.status(value).is_split for value in op.operands)]
         sums = any(self.status(value).kind == "partial" for op in ops for value in op.operands)
         phase: Phase = "inside" if reading else "after" if sums or combined else "before"
         self.light.update(dict.fromkeys(made, False))
@@ -267,12 +300,12 @@ class _Planner:
 
     def _slices(self, op: Op) -> set[int]:
         """The values of examples that an op reads."""
-        return {value for value in op.operands if self.status(value).kind == "slice"}
+        return {value for value in op.operands if self.status(value).is_split}
 
     def _wait(self, op: Op, reads: Sequence[Status], combined: Sequence[int]) -> None:
         """Notes what an op of single examples, or of what such ops make that wait, reads of all examples."""
         given = [self.waiting.get(value, WHOLE if value in combined else status) for value, status in zip(op.operands, reads, strict=True)]
-        if any(status.kind == "slice" for status in given):
+        if any(status.is_split for status in given):
             self.awaited.update(dict.fromkeys(value for value in combined if value not in self.waiting))
         elif not self.waiting.keys() & set(op.operands):
             return
@@ -284,23 +317,29 @@ class _Planner:
 
     def _inside(self, op: Op, reads: tuple[Status, ...]) -> tuple[Phase, Move | None]:
         """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""
-        if not any(status.kind == "slice" for status in reads):
+        if not any(status.is_split for status in reads):
             move = self._moved(op, reads)
-            if is_addition(op.primitive) or op.primitive == "convert_element_type":  # one accumulator in place of two
+            summed = is_addition(op.primitive) or op.primitive == "convert_element_type"  # one accumulator in place of two
+            if summed or all(self._is_tally(value) for value in op.results):
                 return "inside", move
             return "after", None
         summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
-        if summed and not op.bodies and all(self.light.get(value, False) for value in summed):
+        sorts = self.n > 1 and concerns(op, reads)
+        if summed and not (op.bodies or sorts) and all(self.light.get(value, False) for value in summed):
             reads = tuple(WHOLE if status.kind == "partial" else status for status in reads)
             move = self._moved(op, reads)
             self._whole_before(summed)
             return "inside", move
         return "inside", self._moved(op, reads)
 
+    def _is_tally(self, value: int) -> bool:
+        """Whether a value is a few whole numbers, such as how many tokens each expert has, which a microbatch may read its own of."""
+        return self.graph.values[value].rank <= 1 and self.graph.values[value].dtype.startswith(("int", "uint"))
+
     def _sliced_results(self, op: Op, reads: tuple[Status, ...]) -> dict[int, Status]:
         """The statuses, inside, of the results of an op that is computed whole before: slices where they have the examples' dimension."""
         rule = self.rules[op.index]
-        if rule is None:
+        if rule is None or any(status.kind == "rows" for status in reads):
             return {}
         sliced = [(dims[status.dim], status.inner) for dims, status in zip(rule.operands, reads, strict=True) if status.kind == "slice"]
         split = {factor_of(rule, factors, inner, self.n) for factors, inner in sliced}
@@ -355,13 +394,20 @@ class _Planner:
 
     def _moved(self, op: Op, reads: tuple[Status, ...]) -> Move:
         if not op.bodies:
+            if self.n > 1 and concerns(op, reads):
+                return moved_rows(op, self.rules[op.index], reads, self.n, self.graph.values, self.known)
+            if reads == (partial("sum"),) and op.primitive == "convert_element_type" and self._is_tally(op.results[0]):
+                if self.known.is_count(op.results[0]):  # whole numbers, though they may be added up as others
+                    return Move(reads, reads)
             return moved(op, self.rules[op.index], reads, self.n)
         if all(status.is_whole for status in reads):
             return Move(reads, (WHOLE,) * len(op.results))
+        if (search := moved_search(op, reads, self.n, self.known)) is not None:
+            return search
         try:
             return Move(reads, self._of_bodies(op, reads))
         except Coupled:
-            if self.n > 1 or not any(status.kind == "slice" for status in reads):
+            if self.n > 1 or not any(status.is_split for status in reads):
                 raise
             return as_it_is(len(op.operands), len(op.results))
 
@@ -401,6 +447,8 @@ class _Planner:
         for _ in range(MOST_PASSES):
             made = trip(carried)
             new = [joined(op, before, after) for before, after in zip(carried, made, strict=False)]
+            if any(status.kind == "rows" for status in new):
+                raise Coupled(op, "carries rows in the order of a sort from trip to trip")
             if new == carried:
                 return carried, made[len(carried) :]
             carried = new
@@ -409,11 +457,11 @@ class _Planner:
     def _scanned(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
         n_consts, n_carry = num_consts(op.params), num_carry(op.params)
         consts, carry, scanned = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
-        if any(status.kind == "slice" and status.dim == 0 for status in scanned):
+        if any(status.is_split and status.dim == 0 for status in scanned):
             raise Coupled(op, "goes through the examples one after the other", "Loop over another dimension than that of the examples")
-        slices = [slice_along(status.dim - 1, status.inner) if status.kind == "slice" else status for status in scanned]
+        slices = [through_trips(status, -1) for status in scanned]
         carried, stacked = self._settled(op, carry, lambda carried: self._run(op, 0, (*consts, *carried, *slices)))
-        return (*carried, *(slice_along(status.dim + 1, status.inner) if status.kind == "slice" else status for status in stacked))
+        return (*carried, *(through_trips(status, 1) for status in stacked))
 
     def _repeated(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
         n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
@@ -469,6 +517,8 @@ class _Planner:
         if op.bodies:
             return self._sliced_in_body(op, value)
         if move is None or rule is None or move.factor < 0:
+            return None
+        if move.made and any(made for made, read in zip(move.made, op.operands, strict=True) if read == value):
             return None
         places = {place_of(rule, rule.operands[place], move.factor) for place, read in enumerate(op.operands) if read == value}
         at = places.pop() if len(places) == 1 else None

@@ -24,6 +24,7 @@ from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import Interpreter, Path, Sharded, apply, bind, bind_unplaced, ops_by_path, retraced, unread
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.rules import regrouped
+from autoshard.microbatch.searching import searched
 from autoshard.microbatch.status import Move, Status, place_of, slice_along
 from autoshard.primitives import is_placement
 from autoshard.trace import subjaxprs, types_of
@@ -238,8 +239,9 @@ class Inside(Interpreter):
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if self._runs(op):
-            is_whole = all(status.is_whole for status in self._loop.moves[op.index].reads)
-            evaluate = _unchanged if is_whole else BODIES[eqn.primitive.name]
+            move = self._loop.moves[op.index]
+            is_whole = all(status.is_whole for status in move.reads)
+            evaluate = _unchanged if is_whole else _search if move.search else BODIES[eqn.primitive.name]
             return self._keep(op, evaluate(self, op, eqn, self._operands(op, operands)))
         return [None] * len(op.results)
 
@@ -308,6 +310,10 @@ class Inside(Interpreter):
     def _part(self, op: Op, move: Move, place: int, x: Any) -> Any:
         """The part of a whole operand that a microbatch reads: all, or a slice along the factor that is split."""
         rule = self._program.rules[op.index]
+        if move.made and (made := move.made[place]) is not None:
+            dtype = self._program.graph.values[op.operands[place]].dtype
+            filled = jnp.full(made.shape, made.number, dtype)
+            return filled if made.dim < 0 else filled + lax.broadcasted_iota(dtype, made.shape, made.dim) // jnp.asarray(made.each, dtype)
         if move.factor < 0 or rule is None:
             return x
         at = place_of(rule, rule.operands[place], move.factor)
@@ -330,9 +336,9 @@ class Inside(Interpreter):
         """The statuses of values in bodies."""
         return [self._loop.status(value) for value in values]
 
-    def reads(self, op: Op) -> tuple[Status, ...]:
-        """The statuses in which an op reads its operands."""
-        return self._loop.moves[op.index].reads
+    def move(self, op: Op) -> Move:
+        """How an op runs."""
+        return self._loop.moves[op.index]
 
 
 def _leaving(ops: Mapping[Path, Op], eqn: JaxprEqn, path: Path) -> list[Op | None]:
@@ -347,6 +353,13 @@ def _unchanged(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> li
     return AsItIs(inside.ops, differentiable=False).rebound(op, eqn, operands)
 
 
+def _search(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    (keys, numbers, *_), side = operands, inside.move(op).search
+    assert side is not None, "a search has a side"
+    found = searched(jnp.asarray(keys), jnp.asarray(numbers), side)
+    return [found.astype(type.dtype) for type in types_of(eqn.outvars)]
+
+
 def _scan(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     n_consts, n_carry = num_consts(eqn.params), num_carry(eqn.params)
     (jaxpr,), body = subjaxprs(eqn), op.bodies[0]
@@ -359,7 +372,7 @@ def _scan(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[An
         results = run(*consts, *carry, *slices)
         return tuple(inside.converted(results[:n_carry], made, carried)), tuple(results[n_carry:])
 
-    start = inside.converted(carry, inside.reads(op)[n_consts : n_consts + n_carry], carried)
+    start = inside.converted(carry, inside.move(op).reads[n_consts : n_consts + n_carry], carried)
     start = tuple(jnp.asarray(x, type.dtype) for x, type in zip(start, types, strict=True))
     last, stacked = lax.scan(trip, start, tuple(scanned), eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
     return [*last, *stacked]
@@ -371,7 +384,7 @@ def _while(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[A
     of_condition, of_body, carry = operands[:n_cond], operands[n_cond : n_cond + n_body], operands[n_cond + n_body :]
     carried, made = inside.statuses(op.bodies[1].inputs[n_body:]), inside.statuses(op.bodies[1].outputs)
     goes_on, run = inside.body(op, 0, condition), inside.body(op, 1, jaxpr)
-    start = inside.converted(carry, inside.reads(op)[n_cond + n_body :], carried)
+    start = inside.converted(carry, inside.move(op).reads[n_cond + n_body :], carried)
     start = tuple(jnp.asarray(x, type.dtype) for x, type in zip(start, types_of(opened(jaxpr)[0].invars[n_body:]), strict=True))
     return list(
         lax.while_loop(

@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from autoshard.ir import Graph, Op
 from autoshard.lower import Path, ops_by_path
 from autoshard.microbatch.plan import Loop, plan_loop
+from autoshard.microbatch.provenance import Provenance
 from autoshard.microbatch.rewrite import AsItIs, in_microbatches
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.work import Work
@@ -78,7 +79,7 @@ class _Cutter:
         graph, rules = traced.graph, batch_rules(traced.graph)
         loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n, self.gathers, self.work)
         waiting = sum(flops for _, flops in loop.coupled)
-        if loop.obstacle(self.total) is None or not loop.awaited:
+        if (loop.obstacle(self.total) is None and not loop.is_cut) or not loop.awaited:
             self.loops += 1
             self.done += self.work.of_ops(graph.ops, rules, graph)
             self.around += waiting
@@ -112,9 +113,12 @@ def _handed_on(graph: Graph, loop: Loop) -> tuple[int, ...]:
             waiting.extend(maker.operands)
     read = {value for op in graph.ops if op.index not in first for value in op.operands} | set(graph.results)
     made = [value for index in sorted(first) for value in first[index].results if value in read]
+    known = Provenance(graph)
     small = SMALL_SHARE * sum(graph.values[value].nbytes for value in loop.batch)
 
     def is_handed(value: int) -> bool:
+        if known.is_count(value):
+            return False  # groups of rows have the sizes that they have in a microbatch
         combined = loop.phases[makers[value].index] == "after" or loop.status(value).kind == "partial"
         return combined or (_is_sliced(loop, value) and graph.values[value].nbytes <= small)
 

@@ -9,8 +9,9 @@ need any other collective couples the microbatches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal as OneOf
 
 import numpy as np
 from jax.extend.core import Literal
@@ -25,21 +26,29 @@ class Status:
     """How the values of one array in all microbatches make up the array.
 
     Attributes:
-        kind: ``"whole"``; ``"zero"``: whole, and all elements are 0; ``"slice"``; or ``"partial"``.
+        kind: ``"whole"``; ``"zero"``: whole, and all elements are 0; ``"slice"``; ``"rows"``: a slice in another order than that of the
+            examples, or of positions; or ``"partial"``.
         dim: of a slice, the dimension that is split.
         inner: of a slice, how many positions in a row along it an example has: more than 1 where other dimensions are merged into it.
         operator: of a partial value, how those of the microbatches are combined.
+        rows: of rows, their order, and what their elements are (`autoshard.microbatch.sorted_rows`).
     """
 
     kind: str
     dim: int = -1
     inner: int = 1
     operator: str = ""
+    rows: Hashable = None
 
     @property
     def is_whole(self) -> bool:
         """Whether each microbatch has the array."""
         return self.kind in ("whole", "zero")
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a microbatch has what is of its own examples."""
+        return self.kind in ("slice", "rows")
 
 
 WHOLE, ZERO = Status("whole"), Status("zero")
@@ -68,6 +77,23 @@ class Coupled(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Made:
+    """An array that each microbatch makes of its own size: a number, plus positions along a dimension.
+
+    Attributes:
+        shape: in a microbatch.
+        number: of all elements, or of the first.
+        dim: the dimension along which they are positions; -1: none.
+        each: how many positions in a row are the same.
+    """
+
+    shape: tuple[int, ...]
+    number: int | float | bool
+    dim: int = -1
+    each: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """How an operation runs in a microbatch.
 
@@ -75,12 +101,16 @@ class Move:
         reads, makes: the statuses of its operands and results.
         factor: the factor of its rule that is split; -1: none, and it runs as it is.
         inner: how many indices of the factor in a row an example has.
+        made: per operand that is whole, what the microbatch makes in its place; None where it takes a part of it, or no operand is made.
+        search: of a search in sorted keys, which runs as one in those of the microbatch, its side.
     """
 
     reads: tuple[Status, ...]
     makes: tuple[Status, ...]
     factor: int = -1
     inner: int = 1
+    made: tuple[Made | None, ...] = ()
+    search: OneOf["left", "right"] | None = None
 
 
 def moved(op: Op, rule: Rule | None, reads: Sequence[Status], n: int) -> Move:
@@ -97,7 +127,7 @@ def moved(op: Op, rule: Rule | None, reads: Sequence[Status], n: int) -> Move:
     if not any(status.kind == "slice" for status in statuses):
         return Move(statuses, (_carried(op, statuses),) * len(op.results))
     try:
-        return _split(op, rule, statuses, n)
+        return split_along(op, rule, statuses, n)
     except Coupled:
         if n > 1:
             raise
@@ -126,7 +156,7 @@ def joined(op: Op, one: Status, other: Status) -> Status:
 
 
 def _words(status: Status) -> str:
-    kinds = {"whole": "the same for all examples", "zero": "zero", "slice": "split over examples"}
+    kinds = {"whole": "the same for all examples", "zero": "zero", "slice": "split over examples", "rows": "rows in the order of a sort"}
     return kinds.get(status.kind) or _combined([status.operator])
 
 
@@ -138,7 +168,7 @@ def _combined(operators: Iterable[str]) -> str:
 # -- slices ----------------------------------------------------------------------------------------------------------------
 
 
-def _split(op: Op, rule: Rule | None, statuses: tuple[Status, ...], n: int) -> Move:
+def split_along(op: Op, rule: Rule | None, statuses: tuple[Status, ...], n: int) -> Move:
     """The move along the one factor to which all slices belong."""
     if rule is None:
         raise Coupled(op, "has no sharding rule, and reads the examples")

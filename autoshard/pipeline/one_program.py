@@ -35,6 +35,7 @@ from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower import STAGE_AXIS, Interpreter, Path, ops_by_path
 from autoshard.microbatch.batch import loop_of_batch
 from autoshard.microbatch.plan import Loop
+from autoshard.microbatch.provenance import Provenance
 from autoshard.microbatch.rewrite import COMBINED, AsItIs, Inside, neutral, parts_of, put_together
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.status import Status, partial, slice_along
@@ -108,7 +109,21 @@ def _stacks(graph: Graph, loop: Loop, order: _Order) -> tuple[Op, ...]:
             f"shard_map at {mapped.origin} has a mesh of its own without an axis for it. Write its work with sharding constraints instead, "
             "or leave stages out."
         )
+    grouped = next((inner for op in found for inner in op.walk() if inner.primitive == "ragged_dot_general"), None)
+    if grouped is not None and any(_keeps_order(graph, op, loop) for op in found):
+        raise PipelineError(
+            "stages of one program keep what layers hand on in the examples' order, and layers with the grouped product at "
+            f"{grouped.origin} hand on rows in the order of their groups. Put jax.checkpoint around the layer, which then sorts them "
+            "again, or use another schedule than 'one_program'."
+        )
     return found
+
+
+def _keeps_order(graph: Graph, op: Op, loop: Loop) -> bool:
+    """Whether layers hand on rows in the order of a sort, or the sizes of their groups in a microbatch."""
+    known = Provenance(graph)
+    counts = (v for v in op.bodies[0].outputs[num_carry(op.params) :] if loop.status(v).kind == "partial" and known.is_count(v))
+    return any(loop.status(value).kind == "rows" for value in op.bodies[0].outputs) or any(True for _ in counts)
 
 
 def _carries_examples(op: Op, loop: Loop) -> bool:

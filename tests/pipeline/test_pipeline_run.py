@@ -21,6 +21,7 @@ from autoshard.pipeline.schedule import Schedule, Task, schedule_of
 from autoshard.trace import trace
 from benchmarks import models
 from tests import programs
+from tests.microbatch.test_sorted_rows import mixture, top_2
 from tests.pipelines import compared, pipelined
 from tests.programs import abstract, train_step_of
 
@@ -140,6 +141,20 @@ def test_every_schedule_computes_the_step_in_its_order(schedule, n_stages, n_mic
     assert run.executed == run.order
     for stage, order in enumerate(run.schedule.orders):
         assert tuple(task for at, task in run.executed if at == stage) == order
+
+
+@pytest.mark.parametrize(("schedule", "n_chunks"), [("zero_bubble", 1), *slow([("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])])
+def test_tokens_that_are_sorted_by_expert(schedule, n_chunks):
+    """Each stage sorts those of its microbatch, and computes them again in the backward pass."""
+    layer = jax.checkpoint(top_2) if schedule == "zero_bubble" else top_2
+
+    def loss(layers, x):
+        for p in layers:
+            x = layer(p, x)
+        return jnp.mean(x**2)
+
+    fn, args = train_step_of(loss, [mixture()] * 2 * n_chunks, abstract((B, D)), optimizer=optax.sgd(0.1))
+    compared(pipelined(fn, args, 2, 4, schedule, n_chunks=n_chunks), args)
 
 
 PROGRAMS = {
