@@ -247,3 +247,110 @@ def up_to_itself(x, y):
     made = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
     block = pl.BlockSpec((size, y.shape[1]), lambda i: (i, 0))
     return pl.pallas_call(kernel, grid=(4,), in_specs=[rows, everything], out_specs=block, out_shape=made, interpret=True)(x, y)
+
+
+def cross_entropy(x, labels):
+    """The loss of each row in blocks of columns, with running maximum and sum in scratch memory."""
+    rows, columns = 2, 4
+
+    def kernel(x, labels, o, most, total, chosen):
+        j = pl.program_id(1)
+
+        @pl.when(j == 0)
+        def _():
+            most[...], total[...], chosen[...] = jnp.full_like(most, -jnp.inf), jnp.zeros_like(total), jnp.zeros_like(chosen)
+
+        new = jnp.maximum(most[...], x[...].max(1, keepdims=True))
+        total[...] = total[...] * jnp.exp(most[...] - new) + jnp.exp(x[...] - new).sum(1, keepdims=True)
+        most[...] = new
+        here = j * columns + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == labels[...]
+        chosen[...] += jnp.where(here, x[...], 0).sum(1, keepdims=True)
+
+        @pl.when(j == pl.num_programs(1) - 1)
+        def _():
+            o[...] = most[...] + jnp.log(total[...]) - chosen[...]
+
+    column = pl.BlockSpec((rows, 1), lambda i, j: (i, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(x.shape[0] // rows, x.shape[1] // columns),
+        in_specs=[pl.BlockSpec((rows, columns), lambda i, j: (i, j)), column],
+        out_specs=column,
+        out_shape=jax.ShapeDtypeStruct((x.shape[0], 1), x.dtype),
+        scratch_shapes=[pltpu.VMEM((rows, 1), x.dtype)] * 3,
+        interpret=True,
+    )(x, labels)
+
+
+def state_space(x, decay):
+    """A recurrence over chunks of each head, whose state is in scratch memory; a head's decay is a number of a whole operand."""
+
+    def kernel(x, decay, o, state):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            state[...] = jnp.zeros_like(state)
+
+        o[0, 0, 0] = x[0, 0, 0] + state[...]
+        state[...] = state[...] * decay[pl.program_id(1)] + x[0, 0, 0]
+
+    batch, heads, chunks, width = x.shape
+    block = pl.BlockSpec((1, 1, 1, width), lambda b, h, c: (b, h, c, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, heads, chunks),
+        in_specs=[block, pl.BlockSpec(memory_space=pltpu.SMEM)],
+        out_specs=block,
+        out_shape=like(x)[0],
+        scratch_shapes=[pltpu.VMEM((width,), x.dtype)],
+        interpret=True,
+    )(x, decay)
+
+
+def between(ends, x):
+    """Rows multiplied by the distance between prefetched ends, one more of which there is than rows."""
+
+    def kernel(ends, x, o):
+        o[...] = x[...] * (ends[pl.program_id(0) + 1] - ends[pl.program_id(0)])
+
+    block = pl.BlockSpec((1, x.shape[1]), lambda i, ends: (i, 0))
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(len(x),), in_specs=[block], out_specs=block)
+    return pl.pallas_call(kernel, grid_spec=spec, out_shape=like(x)[0], interpret=True)(ends, x)
+
+
+def edged(n, x):
+    """A grid of a length that is known when it runs, and blocks that do not divide the columns."""
+
+    def kernel(x, o):
+        o[...] = 2 * x[...]
+
+    block = pl.BlockSpec((2, 4, None), lambda i, j, k: (i, j, k))
+    grid = n, pl.cdiv(x.shape[1], 4), x.shape[2]
+    return pl.pallas_call(kernel, grid=grid, in_specs=[block], out_specs=block, out_shape=like(x)[0], interpret=True)(x)
+
+
+def piped(x):
+    """A loop over blocks in a kernel of its own making, without a grid."""
+
+    def kernel(x, o):
+        block = pl.BlockSpec((2, x.shape[1]), lambda i: (i, 0))
+
+        def double(x, o):
+            o[...] = 2 * x[...]
+
+        pltpu.emit_pipeline(double, grid=(x.shape[0] // 2,), in_specs=[block], out_specs=[block])(x, o)
+
+    everything = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(kernel, in_specs=[everything], out_specs=everything, out_shape=like(x)[0])(x)
+
+
+def on_cores(x):
+    """A kernel for each core of a TPU."""
+    mesh = pltpu.create_tensorcore_mesh("core", num_cores=1)
+
+    @pl.kernel(out_type=like(x)[0], mesh=mesh, scratch_types=[pltpu.VMEM(x.shape, x.dtype)])
+    def kernel(x, o, near):
+        pltpu.sync_copy(x, near)
+        near[...] = near[...] @ near[...]
+        pltpu.sync_copy(near, o)
+
+    return kernel(x)

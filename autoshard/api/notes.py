@@ -149,15 +149,16 @@ def _multiplies(op: Op) -> bool:
 
 def _whole_kernels(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     """The kernels that every device computes whole, though they are much of the work, and why their grids are not split."""
-    ops = [op for op in facts.graph.walk() if op.primitive == "pallas_call" and not op.mapped]
+    ops = [op for op in facts.graph.walk() if op.kernel is not None and op.kernel.whole and not op.mapped]
     total = sum(op.trips * facts.flops[op.index] for op in facts.graph.walk() if _multiplies(op) or op.kernel is not None) if ops else 0.0
     found: defaultdict[tuple[str, str], float] = defaultdict(float)
     for op in ops:
         choice, reasons = assignment.choice(op.index), op.kernel.whole if op.kernel else ()
-        if reasons and not any(factor >= 0 and n > 1 for (factor, _), n in zip(choice, assignment.mesh.sizes, strict=True)):
+        if not any(factor >= 0 and n > 1 for (factor, _), n in zip(choice, assignment.mesh.sizes, strict=True)):
             found[f"the kernel at {op.origin} runs whole on every device", "; ".join(reasons)] += op.trips * facts.flops[op.index]
     shares = {words: format_percent(work / total) for words, work in found.items() if work >= WORTH * total > 0}
-    return [f"{where} ({share} of the work): {why}" for (where, why), share in shares.items()]
+    advice = "autoshard.kernel_rule says what may be split all the same"
+    return [f"{where} ({share} of the work): {why}; {advice}" for (where, why), share in shares.items()]
 
 
 def _repeated(facts: ProgramFacts, assignment: Assignment) -> list[str]:

@@ -56,7 +56,7 @@ def on_shards(params: Any, operands: Sequence[Shape], results: Sequence[Shape]) 
 
 
 def shifted(params: Any, shards: Sequence[Any], results: Sequence[Shape], positions: Callable[[int, int], Any]) -> list[Any]:
-    """The operands of a shard's call, in which each program finds its prefetched scalars where its position on the shard says.
+    """The operands of a shard's call, in which each program finds the scalars that it looks up where its position on the shard says.
 
     They are as many as in the whole call, whose body expects them.
 
@@ -66,6 +66,7 @@ def shifted(params: Any, shards: Sequence[Any], results: Sequence[Shape], positi
     """
     mapping, grid, found = params["grid_mapping"], grid_of(params), list(shards)
     first = len(shards) - mapping.num_inputs
+    start, dims_of = first - mapping.num_index_operands, (*grid.scalars, *grid.indices)
     for axis, (tensor, dim) in split_axes(params, [x.shape for x in shards], results).items():
         index, period = grid.indices[tensor][dim], grid.period[axis]
         for number, drifts in grid.drifts[axis].items():
@@ -73,12 +74,12 @@ def shifted(params: Any, shards: Sequence[Any], results: Sequence[Shape], positi
             elements = index.size * programs // mapping.grid[axis]
             parts = positions(first + tensor, dim)[::elements] // elements
             for at, drift in enumerate(drifts):
-                if drift and grid.scalars[number][at].axes != {axis}:
-                    place = first - mapping.num_index_operands + number
-                    found[place] = _taken(found[place], at, parts, drift * programs // period)
-    for place, dims in enumerate(grid.scalars, first - mapping.num_index_operands):
-        missing = [(0, index.size - size) for index, size in zip(dims, found[place].shape, strict=True)]
-        found[place] = jnp.pad(found[place], missing) if any(map(any, missing)) else found[place]
+                if drift and dims_of[number][at].axes != {axis}:
+                    found[start + number] = _taken(found[start + number], at, parts, drift * programs // period)
+    for number in grid.looked_up:
+        shard = found[start + number]
+        missing = [(0, index.size - size) for index, size in zip(dims_of[number], shard.shape, strict=True)]
+        found[start + number] = jnp.pad(shard, missing) if any(map(any, missing)) else shard
     return found
 
 

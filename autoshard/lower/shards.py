@@ -363,7 +363,8 @@ def _kernel(op: Sharded, *shards: Any) -> list[Any]:
         layout, shape = ((*op.entering, *op.leaving)[tensor], (*read, *made)[tensor])
         return op.positions(layout, (shape[dim],), 0, dim, np.int32)
 
-    return list(op.bind(*kernels.shifted(op.params, shards, made, positions), **kernels.on_shards(op.params, read, made)))
+    operands = kernels.shifted(op.params, shards, made, positions)
+    return list(op.bind(*operands, **kernels.on_shards(op.params, [x.shape for x in operands], made)))
 
 
 def _partitioned(op: Sharded, *shards: Any) -> list[Any]:

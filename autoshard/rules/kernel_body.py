@@ -24,11 +24,11 @@ LARGEST = 1 << 21  # elements of an integer over the grid: larger ones are not k
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A reference to memory: that of an operand of prefetched scalars, or that which programs share.
+    """A reference to memory: that of an operand which programs have whole, as prefetched scalars, or that which they share.
 
     Attributes:
         number: of the kernel's argument.
-        prefetched: whether it has prefetched scalars.
+        prefetched: whether it is of an operand.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Walk:
     Attributes:
         positions: by number of the kernel's own axes, the positions that are walked; those of the others are not known.
         used: the integers that vary, and on which something that is not an integer depends.
-        read: by argument of prefetched scalars, the positions at which they are read: an integer, or None, for each dimension.
+        read: by operand that programs have whole, the positions at which numbers are read: an integer, or None, for each dimension.
         matrix_flops, vector_flops: of a program, on average over those that are walked.
         sure: whether it is known how often what is walked now runs.
         guessed: how what is not known of the work counts, in words.

@@ -28,6 +28,8 @@ def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = ()) -> Kernel | None:
             return attention.attention_kernel(name, eqn.params, *types)
         case "pallas_call":
             return _pallas(eqn.params, kernel_rule(eqn.params, [aval.shape for aval in types[0]], unread), unread)
+        case "mpmd_map":
+            return _on_cores(eqn)
     given = declared_of(name, eqn.params)
     return given and given.kernel(*types)
 
@@ -50,7 +52,27 @@ def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> K
         total, others, guessed = float(estimate.flops), float(estimate.transcendentals), ()
         (matrix, vector), nbytes = (total, others) if matrix else (0.0, total + others), float(estimate.bytes_accessed)
     whole = tuple(f"grid axis {axis} is not split, since {reason}" for axis, reason in grid.whole.items())
+    if not grid.ways and not whole:
+        whole = ("it is one program, without a grid",)
     return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed)
+
+
+def _on_cores(eqn: JaxprEqn) -> Kernel:
+    """The work of a `pl.kernel`: that of its `pl.CostEstimate`, and without one that of a core times their number, arrays moved once."""
+    matrix = vector = 0.0
+    for body, mesh in zip(eqn.params["jaxprs"], eqn.params["meshes"], strict=True):
+        walk = Walk({})
+        walk.run(body, [NOTHING] * len(body.invars), np.ones(()))
+        cores = math.prod(dict(mesh.shape).values())
+        matrix, vector = matrix + cores * walk.matrix_flops, vector + cores * walk.vector_flops
+    dtype = next(filter(None, map(_product_dtype, eqn.params["jaxprs"])), (eqn.invars or eqn.outvars)[0].aval.dtype.name)
+    guessed: tuple[str, ...] = ("each core counts as doing all of the body, and a GPU's own product instructions as nothing",)
+    nbytes = float(sum(map(_bytes, (*eqn.invars, *eqn.outvars))))
+    if (estimate := eqn.params.get("cost_estimate")) is not None:
+        matrix, vector, guessed = float(estimate.flops), float(estimate.transcendentals), ()
+        nbytes = float(estimate.bytes_accessed)
+    whole = ("its cores copy by themselves what they compute on",)
+    return Kernel(matrix, vector, dtype, nbytes, bool(eqn.params["interpret"]), whole=whole, guessed=guessed)
 
 
 def _composed(call: Any) -> Kernel:

@@ -6,8 +6,9 @@ Where several programs share a block, as query heads share a key head by the ind
 shared blocks and its minor ``[m]``; a result that they share leaves the minor one whole, and so does a body that depends on the position
 modulo ``m``.
 
-Prefetched scalars are split with the axis along whose positions they are read one after the other, as the lengths of examples are. Where
-these are not all of a dimension, as of starts and ends, it stays whole, and each device shifts it by the position of its first program.
+Prefetched scalars, and operands that programs have whole, are split with the axis along whose positions numbers are read from them one
+after the other, as the lengths of examples are. Where these are not all of a dimension, as of starts and ends, it stays whole, and each
+device shifts it by the position of its first program.
 
 An axis stays whole where results would not be equal:
 
@@ -61,10 +62,11 @@ class Grid:
     Attributes:
         indices: by tensor, inputs first and then results, and by dimension.
         scalars: of prefetched operands.
+        looked_up: the body's arguments of which programs read numbers by their positions.
         ways: per axis that can be split its factors from major to minor, each with how many programs share what is below it.
         whole: per axis that cannot be split, why.
         period: per axis, of how many programs parts are multiples.
-        drifts: per axis and prefetched operand, how far along each of its dimensions a period of programs reads further on.
+        drifts: per axis and argument of the body, how far along each of its dimensions a period of programs reads further on.
         loads: how often a block of each tensor is loaded or stored.
         walk: of the body, over all programs.
     """
@@ -75,6 +77,7 @@ class Grid:
     whole: Mapping[int, str]
     period: Mapping[int, int]
     drifts: Mapping[int, Mapping[int, Drift]]
+    looked_up: frozenset[int]
     loads: tuple[int, ...]
     walk: Walk
 
@@ -117,11 +120,15 @@ def _read(body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, u
     whole = {axis: reason for axis, reason in reasons.items() if reason}
     ways = {axis: tuple(call.ways(axis, steps[axis][0])) for axis in reasons.keys() - whole}
     period, drifts = {axis: each for axis, (each, _) in steps.items()}, {axis: drift or {} for axis, (_, drift) in steps.items()}
-    scalars = tuple(
-        tuple(_looked_up(number, dim, size, mapping.grid, period, drifts) for dim, size in enumerate(variable.aval.shape))
-        for number, variable in enumerate(body.invars[: mapping.num_index_operands])
-    )
-    return Grid(tuple(map(tuple, call.indices)), scalars, ways, whole, period, drifts, tuple(call.loads), call.walk)
+    looked_up, n = frozenset(number for found in drifts.values() for number in found), mapping.num_index_operands
+
+    def dimensions(number: int) -> tuple[Index, ...]:
+        sizes = enumerate(body.invars[number].aval.shape)
+        return tuple(_looked_up(number, dim, size, mapping.grid, period, drifts) for dim, size in sizes)
+
+    scalars = tuple(map(dimensions, range(n)))
+    indices = tuple(dimensions(n + k) if n + k in looked_up else tuple(dims) for k, dims in enumerate(call.indices))
+    return Grid(indices, scalars, ways, whole, period, drifts, looked_up, tuple(call.loads), call.walk)
 
 
 def _looked_up(number: int, dim: int, size: int, grid: Sequence[Any], period: Mapping[int, int], drifts: Mapping[int, Any]) -> Index:
@@ -153,6 +160,8 @@ class _Call:
         self.loads = [self._loads(found) for found in blocks]
         for number, positions in maps.read.items():
             self.walk.read[number] += positions
+        whole = [all(index.block == index.size and not index.axes for index in dims) for dims in self.indices[: mapping.num_inputs]]
+        self.looked_up = {mapping.num_index_operands + number for number, is_whole in enumerate(whole) if is_whole}
         self.walk.run(body, self._arguments(), self._once())
 
     # -- what is read -------------------------------------------------------------------------------------------------------
@@ -170,11 +179,12 @@ class _Call:
     def _arguments(self) -> list[Known]:
         """The body's arguments: prefetched scalars, inputs, results and scratch; programs share the last, and results that nobody reads."""
         scalars, results = self.mapping.num_index_operands, self.mapping.num_index_operands + self.mapping.num_inputs
+        looked_up = {*range(scalars), *self.looked_up}
         shared = {results + number for number in self.unread}
         found: list[Known] = []
         for number, variable in enumerate(self.body.invars):
             is_shared = number in shared or (number >= results + self.mapping.num_outputs and _has_numbers(variable.aval))
-            found.append(Memory(number, number < scalars) if number < scalars or is_shared else NOTHING)
+            found.append(Memory(number, number in looked_up) if number in looked_up or is_shared else NOTHING)
         return found
 
     def _block_indices(self, mapping: Any, walk: Walk) -> list[Known]:
@@ -234,7 +244,7 @@ class _Call:
         if not all(touched[self.mapping.num_inputs :]):
             return "programs along it write the same blocks of a result"
         if drifts is None:
-            return "prefetched scalars are not read one after the other along it"
+            return "scalars are not read one after the other along it"
         if period == size:
             return "the kernel reads its position with pl.program_id"
         if 0 in shared or any(len(tensor) > 1 for tensor in touched) or any(b % a for a, b in itertools.pairwise([*shared, size])):

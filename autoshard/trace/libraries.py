@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 from unittest import mock
 
 CUDNN = 91100
 """The release of cuDNN that is assumed where there is none, 9.11: the first with what JAX asks releases for."""
 
+TPU = "TPU v5 lite"
+"""The TPU that is assumed where there is none: Pallas kernels ask for its sublanes and lanes, which TPUs of all generations share."""
+
 
 @contextmanager
 def assumed() -> Iterator[None]:
+    """What JAX asks of libraries and devices while it traces is answered on machines that have none."""
+    with _cudnn(), _tpu():
+        yield
+
+
+@contextmanager
+def _tpu() -> Iterator[None]:
+    """`pltpu.get_tpu_info` knows a TPU, as `pltpu.emit_pipeline` needs; JAX 0.10 to 0.12 fails where the default device is none."""
+    info: Any = sys.modules.get("jax._src.pallas.mosaic.tpu_info")  # loaded where there are kernels for TPUs
+    try:
+        missing = info is not None and not info.is_tpu_device()
+        made = info._get_tpu_info_impl(info.chip_version_from_device_kind(TPU), 1) if missing else None
+    except (AttributeError, TypeError):
+        made = None
+    if made is None:
+        yield
+        return
+    with mock.patch.object(info, "get_tpu_info", lambda: made):
+        yield
+
+
+@contextmanager
+def _cudnn() -> Iterator[None]:
     """cuDNN counts as installed: `jax.nn.dot_product_attention(implementation="cudnn")` asks for its release, and traces without it.
 
     JAX 0.10 to 0.12 has no public way to say so; without the function that asks, nothing is assumed.

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_examples import causal, grouped_gradient, running_sum, up_to_itself
+from kernel_examples import causal, grouped_gradient, on_cores, piped, running_sum, up_to_itself
 from rule_examples import example
 
+import autoshard
 from autoshard.rules import grid_of, kernel_of
 from autoshard.trace import trace
 
@@ -31,7 +32,11 @@ def kernel_in(function, *args):
         ("kernel_numbered", {0: "reads its position"}),
         ("kernel_chosen", {}),
         ("kernel_paged", {1: "write the same blocks"}),
-        ("kernel_neighbours", {0: "prefetched scalars are not read one after the other"}),
+        ("kernel_cross_entropy", {1: "write the same blocks"}),
+        ("kernel_state_space", {2: "reads its position"}),
+        ("kernel_between", {}),
+        ("kernel_edged", {0: "known when it runs", 1: "not alone in indexing"}),
+        ("kernel_neighbours", {0: "scalars are not read one after the other"}),
         ("kernel_skewed", {0: "not alone in indexing", 1: "not alone in indexing"}),
     ],
 )
@@ -61,6 +66,16 @@ def test_memory_that_is_overwritten_where_a_group_begins_passes_nothing():
     assert next(factor.kind for factor in kernel.rule.factors if factor.size == 2) == "pass_through"
     assert "grid axis 0" in kernel.whole[0] and len(kernel.whole) == 1
     assert "grid axis 1 is not split, since programs along it write the same blocks" in kernel_of(eqn).whole[1]
+
+
+def test_kernels_that_copy_by_themselves_are_whole_and_say_so():
+    """A pipeline in a kernel is traced without a TPU; it and a kernel on cores are whole, and a note says what that costs."""
+    for function, reason in ((piped, "one program"), (on_cores, "cores copy by themselves")):
+        x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        strategy = autoshard.search(lambda x, f=function: f(x), x, cluster="v5e:2x4")
+        (note,) = (note for note in strategy.notes if "runs whole on every device" in note)
+        assert "kernel_examples.py" in note and "100 % of the work" in note and reason in note and "autoshard.kernel_rule" in note
+    assert strategy.cost.flops == 2 * 128**3
 
 
 def products(number, estimate=None):
