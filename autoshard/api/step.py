@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from autoshard.api.calls import UNLIKE, Guarded, Repeat, is_traced
@@ -28,6 +29,7 @@ from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Rule
 from autoshard.judge.model import CostModel
 from autoshard.lower import HOST, ReshardPath, abstract_mesh, constrained, derived_from, lowering_mesh, manual_program, obstacle
+from autoshard.lower.opaque import without_kernels
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
@@ -212,6 +214,8 @@ class Step(Sharded):
         with outside_mesh():
             assert program.jitted is not None
             traced = program.jitted.trace(*described)
+            if self._mesh is None and platform == ANY_PLATFORM and (body := without_kernels(traced.jaxpr)) is not traced.jaxpr:
+                traced = jax.jit(jaxpr_as_fun(body), keep_unused=True).trace(*jax.tree.leaves(described))
             lowered = traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
         if self._graphs is not None:
             save_text(self._graphs, self._record.program, "lowered.mlir", lowered.as_text())

@@ -29,7 +29,7 @@ def add(commands) -> None:
         type=lambda text: tuple(part.strip() for part in text.split(",")),
         default=(),
         help="exit with code 1 where one of these rules finds something: unsharded-batch, unsharded-parameter, replicated-activation, "
-        "repeated-work, uneven-padding, silent-resharding, or any",
+        "repeated-work, whole-kernel, undivided-dimension, uneven-padding, silent-resharding, or any",
     )
 
 

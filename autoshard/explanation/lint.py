@@ -19,7 +19,7 @@ from autoshard.ir import Collective, Mesh, Op, layout_to_spec, shard_counts
 from autoshard.ir.naming import itemsize
 from autoshard.ir.words import array_type, spec_words
 from autoshard.problem import Problem
-from autoshard.render import format_bytes, format_percent, format_seconds
+from autoshard.render import format_bytes, format_count, format_percent, format_seconds
 from autoshard.search import batch_dims
 
 RULES = {
@@ -27,6 +27,8 @@ RULES = {
     "unsharded-parameter": "a large argument of which every device has all",
     "replicated-activation": "a large computed value of which every device has all, or that a constraint gathers",
     "repeated-work": "compute that all devices of a mesh axis repeat",
+    "whole-kernel": "a kernel that all devices of a mesh axis run, since it cannot be split further",
+    "undivided-dimension": "compute that all devices of a mesh axis repeat, since they do not divide its largest dimension",
     "uneven-padding": "a sharded dimension that the mesh does not divide",
     "silent-resharding": "a collective that moves a value to another sharding, which no constraint asks for",
 }
@@ -299,12 +301,27 @@ def _repeated(judged: Judged, causes: _Causes) -> Iterator[tuple[bool, Finding]]
             if saved > 10 * SLOW * step:
                 op = max(ops, key=lambda item: item[1])[0]
                 some = f"{len(ops)} operation{'s' * (len(ops) > 1)}"
-                advice = (
-                    f"Shard an operand over {name}, or use a mesh without it; at most {format_percent(saved / step)} of the step is saved."
-                )
-                what = f"{some}, most in {op.primitive}, that all {size} devices of {name} repeat"
+                rule, why, advice = _why_whole(judged, op, axis)
+                advice = f"{advice}, or use a mesh without {name}; at most {format_percent(saved / step)} of the step is saved."
+                what = f"{some}, most in {op.primitive}, that all {size} devices of {name} repeat{why}"
                 is_caused = sum(seconds for op, seconds in ops if op in causes.ops[axis]) > saved / 2
-                yield is_caused, Finding("repeated-work", line, what, 0.0, saved, advice)
+                yield is_caused, Finding(rule, line, what, 0.0, saved, advice)
+
+
+def _why_whole(judged: Judged, op: Op, axis: int) -> tuple[str, str, str]:
+    """The rule of a finding on an operation that an axis does not split, why it does not where it cannot, and what to do."""
+    name, n = judged.record.mesh.axes[axis]
+    rule, split = judged.facts.rules[op.index], {factor for factor, _ in judged.record.assignment.choice(op.index)}
+    free = [] if rule is None else [factor.size for k, factor in enumerate(rule.factors) if factor.shardable and k not in split]
+    even, uneven = (sorted((size for size in free if (size % n == 0) == divides), reverse=True) for divides in (True, False))
+    if uneven and uneven[0] > max(even, default=0) and uneven[0] >= n:
+        padded = -(-uneven[0] // n) * n
+        advice = f"Make it a multiple, such as {format_count(padded)}, leave it to autoshard.search, which pads what is worth it"
+        return "undivided-dimension", f": of size {format_count(uneven[0])}, which does not divide by {n}", advice
+    if op.kernel is not None and op.kernel.whole and not even:
+        advice = "Say with autoshard.kernel_rule what may be split all the same"
+        return "whole-kernel", f": {'; '.join(op.kernel.whole)}", advice
+    return "repeated-work", "", f"Shard an operand over {name}"
 
 
 def _resharded(judged: Judged) -> Iterator[Finding]:

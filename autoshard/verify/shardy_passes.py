@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.passmanager import PassManager
@@ -22,6 +22,7 @@ from autoshard.ir import Collective, Graph, Layout, Mesh, Op, ServedOp
 from autoshard.ir.naming import runs_rarely
 from autoshard.lower.interpret import Interpreter, Path, apply, ops_by_path
 from autoshard.lower.mesh import lowering_mesh, to_named_sharding
+from autoshard.lower.opaque import without_kernels
 from autoshard.primitives import is_call
 from autoshard.trace import constraint_spec
 from autoshard.trace.mapped import LEAVING
@@ -313,8 +314,9 @@ def lowered_flat(
     function: Callable[..., list[Any]], jaxpr: ClosedJaxpr, in_shardings: Sequence[Any], out_shardings: Sequence[Any]
 ) -> jax.stages.Lowered:
     """A function of the flat arguments of ``jaxpr``, lowered for Shardy; no devices are needed."""
-    jitted = jax.jit(function, in_shardings=tuple(in_shardings), out_shardings=[*out_shardings], keep_unused=True)
-    avals = (jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in jaxpr.in_avals)
+    avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in jaxpr.in_avals]
+    program = without_kernels(jax.make_jaxpr(function)(*avals))
+    jitted = jax.jit(jaxpr_as_fun(program), in_shardings=tuple(in_shardings), out_shardings=[*out_shardings], keep_unused=True)
     return jitted.trace(*avals).lower(lowering_platforms=("cpu",))  # any platform: Shardy runs before platform-specific passes
 
 

@@ -5,6 +5,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -170,3 +171,36 @@ def test_a_constraint_costs_what_leaving_it_out_saves():
     caused = [each for each in with_it.findings[1:] if (each.rule, each.where) not in there]
     assert caused and all(each.advice == f"It goes away without the constraint at {first.where}." for each in caused)
     assert caused == [*with_it.findings[-len(caused) :]]
+
+
+def test_a_kernel_that_cannot_be_split_says_why():
+    """It is found at its line, with the reason of each axis of its grid; one that the batch would split is a consequence of the batch."""
+
+    def kernel(x, o):
+        o[...] = jnp.dot(x[...], x[...].T) * pl.program_id(0).astype(jnp.float32)
+
+    def step(x, rows):
+        block = pl.BlockSpec((512, 512), lambda i: (i, 0))
+        numbered = pl.pallas_call(kernel, grid=(len(x) // 512,), in_specs=[block], out_specs=block, out_shape=x)(x)
+        return jnp.sum(numbered) + jnp.sum(rows)
+
+    x = jax.ShapeDtypeStruct((8192, 512), jnp.float32)
+    lint = autoshard.lint(step, x, x, cluster="v5e:2x4", mesh={"data": 8}, in_specs=P("data"))
+    (one,) = lint.failing("whole-kernel")
+    assert one.where.startswith("test_lint.py:") and "pl.program_id" in one.what and "kernel_rule" in one.advice and one.seconds > 0
+
+
+def test_a_size_that_devices_do_not_divide_is_named():
+    """The largest dimension of a product that an axis leaves whole, if it is one that the axis does not divide; else it is a choice."""
+
+    def step(x, w):
+        return jnp.mean(x @ w)
+
+    def found(size):
+        args = jax.ShapeDtypeStruct((4096, 1024), jnp.float32), jax.ShapeDtypeStruct((1024, size), jnp.float32)
+        mesh = {"data": 2, "model": 4}
+        return autoshard.lint(step, *args, cluster="v5e:2x4", mesh=mesh, in_specs={"x": P("data"), "w": P()})
+
+    (one,) = (each for each in found(10257).failing("undivided-dimension") if "dot_general" in each.what)
+    assert "of size 10,257, which does not divide by 4" in one.what and "such as 10,260" in one.advice
+    assert not found(10240).failing("undivided-dimension") and found(10240).failing("repeated-work")
