@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from jax.extend.source_info_util import user_context
 
 from autoshard.ir.naming import RARELY
+from autoshard.lower import bind_unplaced
 from autoshard.recompute.block import variables
 from autoshard.recompute.flat import Atom
 from autoshard.recompute.regions import Node, ordered
@@ -177,17 +178,20 @@ class _Packing:
         steps = self._made_of(loop)
         keys = [*loop.first]
         inside = {v for k in steps for v, _ in self._made(k)}
-        plain = [*dict.fromkeys(v for k in steps for v in variables(self.eqns[k].invars) if v not in inside)]
+        given = [*dict.fromkeys(v for k in steps for v in variables(self.eqns[k].invars) if v not in inside)]
+        casts = self._casts(given)
+        plain = [*dict.fromkeys(casts[v].invars[0] if v in casts else v for v in given)]
 
         def function(sizes: Any, *arrays: Any) -> list[Any]:
-            values = dict(zip(plain, arrays, strict=False))
-            slots = Slots(sizes, self.region.rows, self.capacity)
-            rounds = slots.rounds
+            given = dict(zip(plain, arrays, strict=False))
+            rounds = Slots(sizes, self.region.rows, self.capacity).rounds
 
             def more(carry: tuple) -> Any:
                 return carry[0] < rounds
 
             def one(carry: tuple) -> tuple:
+                wide = {v: lax.optimization_barrier((given[eqn.invars[0]], carry[0]))[0] for v, eqn in casts.items()}
+                values = given | {v: bind_unplaced(casts[v], [x])[0] for v, x in wide.items()}
                 now = Slots(sizes, self.region.rows, self.capacity, carry[0])
                 return carry[0] + 1, *self._round(steps, loop, values, dict(zip(keys, carry[1:], strict=True)), now)
 
@@ -197,6 +201,14 @@ class _Packing:
         last = max(steps)
         source = next((self.eqns[k] for k in steps if self.region.steps[k].kind == "product"), self.eqns[last])
         return Node(max(last, self.begin), _call(source, function, [self.region.sizes, *plain, *loop.first.values()], keys))
+
+    def _casts(self, given: Sequence[Var]) -> dict[Var, JaxprEqn]:
+        """The casts among what steps read, such as of weights, which a round repeats: for a loop that rarely runs they need not be stored.
+
+        A barrier keeps compilers from casting before the loop.
+        """
+        made = {v: eqn for eqn in self.eqns if eqn.primitive.name == "convert_element_type" for v in eqn.outvars}
+        return {v: made[v] for v in given if v in made and isinstance(made[v].invars[0], Var)}
 
     def _round(self, steps: Iterable[int], loop: _Loop, values: dict[Var, Any], carry: dict[Var, Any], slots: Slots) -> list[Any]:
         """The results of a loop after one more round."""
