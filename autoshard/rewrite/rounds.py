@@ -195,8 +195,11 @@ class _Packing:
                 now = Slots(sizes, self.region.rows, self.capacity, carry[0])
                 return carry[0] + 1, *self._round(steps, loop, values, dict(zip(keys, carry[1:], strict=True)), now)
 
+            def looped(*first: Any) -> list[Any]:
+                return [*lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *first))[1:]]
+
             with jax.named_scope(RARELY):
-                return [*lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *arrays[len(plain) :]))[1:]]
+                return lax.cond(rounds > 1, looped, lambda *first: [*first], *arrays[len(plain) :])
 
         last = max(steps)
         source = next((self.eqns[k] for k in steps if self.region.steps[k].kind == "product"), self.eqns[last])

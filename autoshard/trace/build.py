@@ -189,7 +189,7 @@ class _Flat:
         match eqn.primitive.name:
             case "scan":
                 return scan_trips(eqn)
-            case "while" if runs_rarely(origin.name_stack):
+            case "while" | "cond" if runs_rarely(origin.name_stack):
                 return 0
             case "while":
                 trips = while_trips(eqn)

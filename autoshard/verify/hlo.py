@@ -103,7 +103,12 @@ class Module:
                 current[instruction.name] = instruction
 
     def called(self, instruction: Instruction) -> list[tuple[str, int]]:
-        """The computations that an instruction runs, and how often; without those it applies to elements, as a reduction does."""
+        """The computations that an instruction runs, and how often; without those it applies to elements, as a reduction does.
+
+        What `runs_rarely` counts as not run.
+        """
+        if (source := _SOURCE.search(instruction.rest)) and runs_rarely(source[1]) and instruction.opcode in ("while", "conditional"):
+            return []
         if instruction.opcode == "while":
             trips = self.trips(instruction)
             return [(callee, trips) for callee in dict(_CALLEES.findall(instruction.rest)).values()]
@@ -112,9 +117,7 @@ class Module:
         return []
 
     def trips(self, loop: Instruction) -> int:
-        """A loop's trip count: 0 if it `runs_rarely`; as annotated, else by its counter's start, bound and step; 1 where data decide."""
-        if (source := _SOURCE.search(loop.rest)) and runs_rarely(source[1]):
-            return 0
+        """The trip count of a while loop: as annotated, else by its counter's start, bound and step; 1 where data decide."""
         if known := _TRIPS.search(loop.rest):
             return int(known[1])
         callees = dict(_CALLEES.findall(loop.rest))
