@@ -21,6 +21,8 @@ class Kernel:
         whole: why what cannot be split cannot be, in words.
         unread: the numbers of the results that nobody reads, which may hold anything.
         guessed: what of the work is not known, and how it counts, in words.
+        products: which parts of the matrix products' operations are of products of these sizes: rows, columns, what is contracted; () where
+            that is not known.
     """
 
     matrix_flops: float
@@ -32,6 +34,7 @@ class Kernel:
     whole: tuple[str, ...] = ()
     unread: tuple[int, ...] = ()
     guessed: tuple[str, ...] = ()
+    products: tuple[tuple[float, tuple[int, int, int]], ...] = ()
 
     @property
     def flops(self) -> float:

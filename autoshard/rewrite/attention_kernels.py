@@ -21,8 +21,8 @@ from autoshard.rules.kernel_work import kernel_of
 
 LANES = 128  # of a TPU's vector registers, in which splash attention's blocks are counted
 # Rows and columns of the blocks of scores that splash attention keeps in a TPU's vector memory: the largest that divide the lengths, of at
-# most these, which are MaxText's defaults (`sa_block_q` and its like in configs/base.yml).
-BLOCKS = (512, 512)
+# most these. Blocks of 1,024 make the kernels a third faster than the defaults on v6e (apple/axlearn pull request 958).
+BLOCKS = (1024, 1024)
 
 
 @dataclass(frozen=True, slots=True)

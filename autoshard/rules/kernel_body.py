@@ -8,7 +8,7 @@ of a program on average, and whether memory that programs share is overwritten b
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,9 @@ up there in prefetched scalars."""
 
 NOTHING: frozenset[int] = frozenset()
 
+Sizes = tuple[int, int, int]
+"""Those of a matrix product: rows, columns, and what is contracted."""
+
 
 @dataclass(slots=True)
 class Walk:
@@ -50,7 +53,9 @@ class Walk:
         positions: by number of the kernel's own axes, the positions that are walked; those of the others are not known.
         used: the integers that vary, and on which something that is not an integer depends.
         read: by operand that programs have whole, the positions at which numbers are read: an integer, or None, for each dimension.
-        matrix_flops, vector_flops: of a program, on average over those that are walked.
+        products: floating point operations of matrix products in a program, on average over those that are walked, by the sizes of the
+            operands: rows, columns, and what is contracted.
+        vector_flops: those of everything else.
         sure: whether it is known how often what is walked now runs.
         guessed: how what is not known of the work counts, in words.
         written: the arguments that are overwritten before they are read, by all programs that are walked.
@@ -60,12 +65,17 @@ class Walk:
     positions: Mapping[int, np.ndarray]
     used: list[np.ndarray] = field(default_factory=list)
     read: defaultdict[int, list[tuple[np.ndarray | None, ...]]] = field(default_factory=lambda: defaultdict(list))
-    matrix_flops: float = 0.0
+    products: Counter[Sizes] = field(default_factory=Counter)
     vector_flops: float = 0.0
     guessed: set[str] = field(default_factory=set)
     sure: bool = True
     written: set[int] = field(default_factory=set)
     carried: set[int] = field(default_factory=set)
+
+    @property
+    def matrix_flops(self) -> float:
+        """Floating point operations of all matrix products in a program."""
+        return sum(self.products.values())
 
     def run(self, body: Jaxpr, operands: Sequence[Known], times: np.ndarray, consts: Sequence[Known] = ()) -> list[Known]:
         """The results of a body that each program runs so often."""
@@ -123,13 +133,14 @@ class Walk:
                 if taken.any():
                     results.append(self.run(each, rest, taken))
             return results[0] if len(results) == 1 else [self._use([x for some in results for x in some])] * len(branches[0].outvars)
-        before, counts = (self.matrix_flops, self.vector_flops), []
+        before, counts = (self.products, self.vector_flops), list[tuple[float, float, Counter[Sizes]]]()
         for each in branches:
-            self.matrix_flops = self.vector_flops = 0.0
+            self.products, self.vector_flops = Counter(), 0.0
             results.append(self._unsure(each, rest, times))
-            counts.append((self.matrix_flops, self.vector_flops))
-        self.matrix_flops, self.vector_flops = (a + b for a, b in zip(before, max(counts), strict=True))
-        if max(counts)[0] > min(counts)[0]:
+            counts.append((self.matrix_flops, self.vector_flops, self.products))
+        _, vector, products = max(counts, key=lambda count: count[:2])
+        self.products, self.vector_flops = before[0] + products, before[1] + vector
+        if max(count[0] for count in counts) > min(count[0] for count in counts):
             self.guessed.add("a branch that depends on data counts as taken")
         return [self._use([x for some in results for x in some])] * len(branches[0].outvars)
 
@@ -193,8 +204,9 @@ class Walk:
         """Adds the work of an equation."""
         matrix, vector = flops_of(eqn)
         average = float(np.mean(times)) if matrix or vector else 0.0
-        self.matrix_flops += average * matrix
         self.vector_flops += average * vector
+        if matrix:
+            self.products[product_sizes(eqn)] += average * matrix
 
 
 def varying_axes(integer: np.ndarray) -> frozenset[int]:
@@ -313,6 +325,13 @@ def flops_of(eqn: JaxprEqn) -> tuple[float, float]:
     if kind in ("elementwise", "reduction"):
         return 0.0, float(_elements(eqn.outvars if kind == "elementwise" else eqn.invars))
     return 0.0, 0.0
+
+
+def product_sizes(eqn: JaxprEqn) -> Sizes:
+    """Rows, columns and contracted elements of one of a product's matrices."""
+    (contracted, batch), (one, other) = eqn.params["dimension_numbers"], map(_shape, eqn.invars)
+    k, batches = (math.prod(one[dim] for dim in dims[0]) for dims in (contracted, batch))
+    return math.prod(one) // max(k * batches, 1), math.prod(other) // max(k * batches, 1), k
 
 
 def _elements(variables: Collection[Any]) -> int:

@@ -54,7 +54,9 @@ def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> K
     whole = tuple(f"grid axis {axis} is not split, since {reason}" for axis, reason in grid.whole.items())
     if not grid.ways and not whole:
         whole = ("it is one program, without a grid",)
-    return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed)
+    counted = grid.walk.matrix_flops
+    products = tuple((flops / counted, sizes) for sizes, flops in sorted(grid.walk.products.items())) if counted else ()
+    return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed, products)
 
 
 def _on_cores(eqn: JaxprEqn) -> Kernel:
