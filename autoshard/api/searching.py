@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.api.agreement import agreed, finalists_of_process_0
 from autoshard.api.attempts import Attempts, Whole
+from autoshard.api.attention_notes import attention_notes
 from autoshard.api.collecting import rarely_collecting
 from autoshard.api.confirm import noted
 from autoshard.api.finalists import Board
@@ -41,19 +42,20 @@ def answered(fn: Callable, args: tuple, request: Request, progress: Progress | b
         share = 1.0 if request.confirm is None else SEARCHING
         found = fastest_variant(once, args, request, searched, part(callback, 0.0, share))
         if isinstance(found, TracedOnce):
-            return _with_uneven(_searched(found, args, request, callback), request)
+            return _with_notes(_searched(found, args, request, callback), request)
         strategy, one = found
         if request.confirm is None:
-            return _with_uneven(strategy, request)
+            return _with_notes(strategy, request)
         left = None if request.seconds is None else request.seconds * (1 - SEARCHING)
         confirmed = _searched(one, args, request.within(left, request.confirm), part(callback, share, 1 - share))
-        return _with_uneven(confirmed, request)
+        return _with_notes(confirmed, request)
 
 
-def _with_uneven(strategy: Strategy, request: Request) -> Strategy:
-    """The strategy with notes on dimensions that do not divide."""
+def _with_notes(strategy: Strategy, request: Request) -> Strategy:
+    """The strategy with notes on dimensions that do not divide, and on plain attention."""
     if strategy.record.pipeline is not None or (known := strategy._known) is None:
         return strategy
+    strategy = noted(strategy, *attention_notes(strategy, request.rewriting))
     return noted(strategy, *stays_whole(known.facts.graph, known.facts.rules, strategy.record.assignment, request.rewriting.padding))
 
 

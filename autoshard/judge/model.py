@@ -207,7 +207,7 @@ class CostModel:
         if is_transfer(op):
             return self._host_seconds(facts, op) / self._split(choice)
         if op.kernel is not None:
-            return self._kernel_seconds(op.kernel, self._split(choice))
+            return self.kernel_seconds(op.kernel, self._split(choice))
         rule = facts.rules[op.index]
         values = facts.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
@@ -221,7 +221,7 @@ class CostModel:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
         return float(seconds) + (self._seconds_before(facts, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
 
-    def _kernel_seconds(self, kernel: Kernel, parts: int) -> float:
+    def kernel_seconds(self, kernel: Kernel, parts: int) -> float:
         """The seconds of one of the equal parts of a user's kernel; products, other arithmetic and memory traffic overlap."""
         padding = sum(share * self._roofline.padding(*sizes) for share, sizes in kernel.products) or 1.0
         products = self._roofline.seconds(True, kernel.matrix_flops * padding / parts, kernel.dtype, kernel.nbytes / parts)
@@ -309,7 +309,7 @@ class CostModel:
         if is_transfer(op):
             return self._host_seconds(facts, op) / n
         if op.kernel is not None:
-            return self._kernel_seconds(op.kernel, n)
+            return self.kernel_seconds(op.kernel, n)
         nbytes = self._moved(facts, op, dict.fromkeys(range(len(op.operands) + len(op.results)), n))
         matrix, flops, dtype = is_matrix(op.primitive), facts.flops[op.index] / n, _dtype(op, facts.graph.values)
         return float(self._roofline.seconds(matrix, flops, dtype, nbytes, traffic.starts))

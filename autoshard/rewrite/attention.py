@@ -6,7 +6,7 @@ What is replaced was compared with attention in numbers (`attention_match`); the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from autoshard.cluster import Cluster
@@ -45,7 +45,8 @@ class FusedAttention:
                 f"a strategy with fused attention is of a program with attention in {len(self.places)} places, "
                 f"{', '.join(self.places)}; {traced.graph.name!r} has {', '.join(made.places) or 'none'}. Search again."
             )
-        return made.traced
+        graph = made.traced.graph
+        return replace(made.traced, graph=replace(graph, assumptions=(*graph.assumptions, self.describe(), *dict.fromkeys(made.left))))
 
     def json(self) -> dict[str, Any]:
         """The fields as JSON values."""

@@ -39,11 +39,13 @@ class Fused:
         traced: the program.
         places: what is replaced, in words.
         left: what looks like attention and stays, with the reasons.
+        shapes: of the scores that are in kernels.
     """
 
     traced: Traced
     places: tuple[str, ...]
     left: tuple[str, ...]
+    shapes: frozenset[tuple[int, ...]] = frozenset()
 
 
 def fused(traced: Traced, implementation: Implementation, interpret: bool = False) -> Fused:
@@ -62,7 +64,8 @@ def fused(traced: Traced, implementation: Implementation, interpret: bool = Fals
         used = {number for number, (attention, _) in fusing.done.items() if any(r.eqn.outvars[0] in alive for r in attention.region.roots)}
         if not used:
             places = tuple(words for _, words in fusing.done.values())
-            return Fused(rebuilt(traced, made, traced.microbatches), places, tuple(fusing.left))
+            shapes = frozenset(shape for attention, _ in fusing.done.values() for shape in attention.region.shapes())
+            return Fused(rebuilt(traced, made, traced.microbatches), places, tuple(fusing.left), shapes)
         used_elsewhere |= used
 
 

@@ -89,6 +89,11 @@ class Region:
         found = max((flattened((labels[dim],)) for labels in known if labels is not None), key=len, default=())
         return tuple(each.size for each in found) or (shape_of(var)[dim],)
 
+    def shapes(self) -> set[tuple[int, ...]]:
+        """The shapes of the scores, in each order of their dimensions that there is."""
+        whole = set(flattened(self.roots[0].labels))
+        return {shape_of(var) for var, labels in self.labels.items() if set(flattened(labels)) == whole}
+
     def _operands(self) -> list[tuple[Var, Labels]]:
         return [
             *(pair for root in self.roots for pair in zip(root.eqn.invars, root.operands, strict=True)),
