@@ -68,7 +68,7 @@ def test_repeated_keys_are_read_once() -> None:
     made = fused(trace(gradients(grouped), *args), SPLASH, interpret=True).traced
     for op in made.graph.walk():
         shapes = [made.graph.values[n].shape for n in op.operands]
-        assert op.kernel is None or (shapes.count((2, 2, 128, 64)) == 2 and (2, 4, 128, 64) not in shapes)  # batch, key heads, length, width
+        assert op.kernel is None or (shapes.count((2, 2, 128, 64)) == 2 and (2, 4, 128, 64) not in shapes)  # two key heads
 
 
 def layers(body: Callable, count: int = 2, policy: Any = None, remat: bool = False) -> Callable:
