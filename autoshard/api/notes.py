@@ -11,7 +11,7 @@ from autoshard.ir.layout import shards
 from autoshard.lower import abstract_mesh, obstacle
 from autoshard.primitives import is_matrix, is_self_partitioned
 from autoshard.recompute import checkpoints
-from autoshard.render import format_count, format_percent
+from autoshard.render import format_bytes, format_count, format_percent
 from autoshard.trace import Traced
 
 TOP = 3  # places in the program that are named for a mesh axis
@@ -78,6 +78,20 @@ def contended(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _crowded(facts: ProgramFacts) -> list[str]:
+    """The kernels whose programs hold more of the core's own memory than they get, which the compiler refuses when it generates code."""
+    found = []
+    for op in facts.graph.walk():
+        limit = op.kernel and (op.kernel.near_limit_bytes or facts.compiler.kernel_memory_bytes)
+        if op.kernel and limit and op.kernel.near_bytes > limit and not op.kernel.interpreted:
+            found.append(
+                f"the kernel at {op.origin} holds {format_bytes(op.kernel.near_bytes)} in the core's own memory, blocks that change twice "
+                f"and scratch memory once, and gets {format_bytes(limit)}: the compiler will refuse it; use smaller blocks, or ask for more "
+                "with pltpu.CompilerParams(vmem_limit_bytes=...)"
+            )
+    return list(dict.fromkeys(found))
+
+
 def own_checkpoints(traced: Traced, remat: str | None) -> list[str]:
     """What was left as it is where values to keep were to be chosen: the step's own checkpoints, by the lines that have them.
 
@@ -119,12 +133,16 @@ def _idle(graph: Graph, assignment: Assignment) -> list[str]:
 
 
 def whole(facts: ProgramFacts, assignment: Assignment) -> list[str]:
-    """The mesh axes that shard nothing, those that repeat much of the work, the matrix products whose work some axis repeats, and why."""
+    """The mesh axes that shard nothing, those that repeat much of the work, products and kernels whose work some axis repeats, and why.
+
+    And kernels that the compiler will refuse, whose blocks are too large.
+    """
     return [
         *_idle(facts.graph, assignment),
         *_repeating(facts, assignment),
         *_repeated(facts, assignment),
         *_whole_kernels(facts, assignment),
+        *_crowded(facts),
     ]
 
 

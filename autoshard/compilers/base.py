@@ -131,6 +131,11 @@ class Compiler:
         """Memory of the core's own that buffers may have."""
         return 0.0
 
+    @property
+    def kernel_memory_bytes(self) -> float:
+        """Memory of the core's own that a user's kernel gets where it asks for none; 0 where that is not known."""
+        return 0.0
+
     def orders(self, graph: Graph, fusion: Fusion) -> Orders:
         """The orders in which kernels may run."""
         found = program_orders(graph, fusion)

@@ -20,6 +20,7 @@ class Kernel:
         rule: how it can be split, where that was read with the results that nobody reads.
         whole: why what cannot be split cannot be, in words.
         unread: the numbers of the results that nobody reads, which may hold anything.
+        near_bytes, near_limit_bytes: memory of a core's own that a program holds, and how much of it the kernel asks for, or 0.
         guessed: what of the work is not known, and how it counts, in words.
         products: which parts of the matrix products' operations are of products of these sizes: rows, columns, what is contracted; () where
             that is not known.
@@ -35,6 +36,8 @@ class Kernel:
     unread: tuple[int, ...] = ()
     guessed: tuple[str, ...] = ()
     products: tuple[tuple[float, tuple[int, int, int]], ...] = ()
+    near_bytes: float = 0.0
+    near_limit_bytes: float = 0.0
 
     @property
     def flops(self) -> float:

@@ -14,7 +14,7 @@ from autoshard.ir.kernel import Kernel
 from autoshard.rules import attention
 from autoshard.rules.declared import declared_of
 from autoshard.rules.kernel_body import NOTHING, Walk
-from autoshard.rules.kernels import block_size, grid_of, kernel_rule
+from autoshard.rules.kernels import Grid, block_size, grid_of, has_numbers, kernel_rule
 
 
 def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = ()) -> Kernel | None:
@@ -56,7 +56,28 @@ def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> K
         whole = ("it is one program, without a grid",)
     counted = grid.walk.matrix_flops
     products = tuple((flops / counted, sizes) for sizes, flops in sorted(grid.walk.products.items())) if counted else ()
-    return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed, products)
+    limit = getattr(params.get("compiler_params"), "vmem_limit_bytes", None) or 0.0
+    near = _near_bytes(params, grid), limit
+    return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed, products, *near)
+
+
+def _near_bytes(params: Mapping[str, Any], grid: Grid) -> float:
+    """The bytes of a core's own memory: each block that changes from program to program twice, the others and scratch once.
+
+    XLA:TPU says so where it refuses a kernel (libtpu 0.0.52); with `pl.Buffered` the author gives the number.
+    """
+    mapping, total = params["grid_mapping"], 0.0
+    for block, dims in zip(mapping.block_mappings, grid.indices, strict=True):
+        if _is_near(block.transformed_block_aval):
+            changes = any(index.axes for index in dims) or len(dims) != len(block.block_shape)
+            total += _block_bytes(block) * getattr(block.pipeline_mode, "buffer_count", 2 if changes else 1)
+    scratch = (aval for aval in mapping.scratch_avals or () if _is_near(aval) and has_numbers(aval))
+    return total + sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in scratch)
+
+
+def _is_near(aval: Any) -> bool:
+    """Whether memory is a core's own: where nothing else is said, blocks are."""
+    return str(getattr(getattr(aval, "memory_space", None), "value", None) or "default").lower() in ("default", "vmem")
 
 
 def _on_cores(eqn: JaxprEqn) -> Kernel:

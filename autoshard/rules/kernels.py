@@ -183,7 +183,7 @@ class _Call:
         shared = {results + number for number in self.unread}
         found: list[Known] = []
         for number, variable in enumerate(self.body.invars):
-            is_shared = number in shared or (number >= results + self.mapping.num_outputs and _has_numbers(variable.aval))
+            is_shared = number in shared or (number >= results + self.mapping.num_outputs and has_numbers(variable.aval))
             found.append(Memory(number, number in looked_up) if number in looked_up or is_shared else NOTHING)
         return found
 
@@ -302,7 +302,7 @@ class _Call:
 MANY_PROGRAMS = 1 << 20  # of which changes of blocks are not counted one by one
 
 
-def _has_numbers(aval: Any) -> bool:
+def has_numbers(aval: Any) -> bool:
     """Whether memory has numbers, as that of semaphores has not."""
     return getattr(getattr(aval, "dtype", None), "kind", "V") in "biufcV" and "sem" not in str(getattr(aval, "memory_space", ""))
 

@@ -78,6 +78,28 @@ def test_kernels_that_copy_by_themselves_are_whole_and_say_so():
     assert strategy.cost.flops == 2 * 128**3
 
 
+def test_a_kernel_whose_blocks_are_too_large_is_told():
+    """Blocks that change count twice, others and scratch once: 5 MiB twice in and out, 10 and 6 MiB, of 16 on a v5e and 32 on a v6e."""
+
+    def step(x, table, limit=None):
+        def kernel(x, table, o, scratch):
+            scratch[...] = jnp.zeros_like(scratch)
+            o[...] = x[...] + table[:1] + scratch[:1]
+
+        block, constant = pl.BlockSpec((1280, 1024), lambda i: (i, 0)), pl.BlockSpec((2560, 1024), lambda i: (0, 0))
+        scratch, params = [pltpu.VMEM((1536, 1024), x.dtype)], pltpu.CompilerParams(vmem_limit_bytes=limit)
+        specs = {"in_specs": [block, constant], "out_specs": block, "out_shape": x, "scratch_shapes": scratch, "compiler_params": params}
+        return pl.pallas_call(kernel, grid=(len(x) // 1280,), **specs)(x, table)
+
+    args = [jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (10240, 2560)]
+
+    def told(cluster, limit=None):
+        notes = autoshard.search(lambda x, table: step(x, table, limit), *args, cluster=cluster).notes
+        return [note for note in notes if "holds 37.7 MB in the core's own memory" in note and "vmem_limit_bytes" in note]
+
+    assert told("v5e:2x4") and told("v6e:2x4") and not told("v6e:2x4", 40 * 2**20)
+
+
 def products(number, estimate=None):
     """A kernel of so many products of 8 x 8 matrices, for each of four programs."""
 

@@ -65,6 +65,10 @@ LACKS = {
 # evidence: fast memory
 FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
 
+# What it leaves to a kernel of the user's that sets no vmem_limit_bytes: "Scoped allocation with size 24.00M and limit 16.00M exceeded
+# scoped vmem limit", with which XLA:TPU (libtpu 0.0.52) refuses one on v5e and v5p; on v6e the limit is 32.00M.
+KERNEL_MEMORY_BYTES = {"v6e": 32 * 2**20}
+
 # What a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off.
 # evidence: memory traffic hides work
 HIDES = 1.75
@@ -123,6 +127,10 @@ class XlaTpu(Compiler):
     @property
     def fast_memory_bytes(self) -> float:
         return FAST_MEMORY_BYTES.get(self.device.name, 0.0)
+
+    @property
+    def kernel_memory_bytes(self) -> float:
+        return KERNEL_MEMORY_BYTES.get(self.device.name, 16 * 2**20)
 
     def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
         return traffic_by_kernel(graph, fusion)
