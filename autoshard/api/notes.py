@@ -86,8 +86,8 @@ def _crowded(facts: ProgramFacts) -> list[str]:
         if op.kernel and limit and op.kernel.near_bytes > limit and not op.kernel.interpreted:
             found.append(
                 f"the kernel at {op.origin} holds {format_bytes(op.kernel.near_bytes)} in the core's own memory, blocks that change twice "
-                f"and scratch memory once, and gets {format_bytes(limit)}: the compiler will refuse it; use smaller blocks, or ask for more "
-                "with pltpu.CompilerParams(vmem_limit_bytes=...)"
+                f"and scratch memory once, and gets {format_bytes(limit)}: the compiler will refuse it; use smaller blocks, or ask for "
+                "more with pltpu.CompilerParams(vmem_limit_bytes=...)"
             )
     return list(dict.fromkeys(found))
 
