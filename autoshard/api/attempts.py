@@ -30,6 +30,7 @@ from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
 from autoshard.recompute import Options, optimizer_state, without_checkpoints
 from autoshard.render import format_bytes
+from autoshard.rewrite import divisible
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution
 from autoshard.search.integer_programming import LastResort
@@ -114,7 +115,7 @@ class Attempts:
                 text = f"{error} The arguments alone, split over all devices, take {format_bytes(alone)}, whatever else is tried."
                 raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
         fixed = 0.0 if "optimizer" in hosted else self._argument_bytes()
-        parts = partial(divisors, self.asked.traced)
+        parts = partial(divisors, divisible(self.asked.traced))
         numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=parts, fixed_bytes=fixed)
         searched, options = partial(self._searched, "optimizer" in hosted), self._options["activations" in hosted]
         try:

@@ -31,6 +31,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.recompute import optimizer_state
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds, shown
+from autoshard.rewrite import divisible
 from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
 from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Batch, outside_mesh
@@ -200,7 +201,7 @@ def frontier(
             if microbatches == "auto":
                 all_found(attempt)
             else:
-                best(attempt, microbatches, asked.limit, lambda: divisors(asked.traced), seconds=lambda _: 0.0)
+                best(attempt, microbatches, asked.limit, lambda: divisors(divisible(asked.traced)), seconds=lambda _: 0.0)
         except ends:
             if not any(search.front for search in searches):
                 raise

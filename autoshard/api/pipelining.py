@@ -37,7 +37,7 @@ from autoshard.pipeline.tasks import joins_tasks
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
-from autoshard.rewrite import to_json
+from autoshard.rewrite import divisible, to_json
 from autoshard.rules import rules_of
 from autoshard.strategy import BY_ROWS, PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord, version
 from autoshard.trace import Traced
@@ -159,7 +159,7 @@ def numbers_of_microbatches(traced: Traced, n_stages: int, given: int | None) ->
     """
     if given is not None:
         return [given]
-    possible = divisors(traced)
+    possible = divisors(divisible(traced))
     wanted = [n_stages * times for times in MICROBATCHES]
     found = [n for n in wanted if n in possible] or [n for n in possible if n > 1][-1:]
     if not found:

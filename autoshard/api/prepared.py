@@ -38,6 +38,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress
 from autoshard.recompute import offloaded, optimizer_state, rematerialised
 from autoshard.render import format_bytes, format_percent
+from autoshard.rewrite import divided
 from autoshard.rules import rules_of
 from autoshard.search import Manual, Searcher, Solution, batch_dims, solve
 from autoshard.search.overlap import overlapped
@@ -231,7 +232,10 @@ def traced_of(
     if whole is None:
         whole = whole_of(fn, args, donate_argnums, axis_names, batch)
     again = rematerialised(whole, remat)
-    traced = in_one_program(again, stages, microbatches, rounds) if stages > 1 else _in_parts(whole, again, microbatches)
+    if stages > 1:
+        traced = divided(again, lambda one: in_one_program(one, stages, microbatches, rounds))
+    else:
+        traced = _in_parts(whole, again, microbatches)
     traced = offloaded(traced, optimizer_state(traced)) if offload else traced
     compiler = compiler_of(cluster)
     make = partial(program_facts, traced.graph, rules_of(traced.graph), compiler)
@@ -249,11 +253,11 @@ def _in_parts(whole: Traced, again: Traced, microbatches: int) -> Traced:
         TraceError: it does not run in microbatches, or not with recomputation.
     """
     try:
-        return microbatched(again, microbatches)
+        return divided(again, partial(microbatched, n=microbatches))
     except TraceError:
         if again is whole:
             raise
-    microbatched(whole, microbatches)  # refuses for a reason of its own, or
+    divided(whole, partial(microbatched, n=microbatches))  # refuses for a reason of its own, or
     raise TraceError(
         f"recomputation is of one forward and one backward pass, and {whole.graph.name!r} has several, of which later ones read what comes "
         f"of all examples in earlier ones: only without recomputation it runs in {microbatches} microbatches. Use remat=None, or "

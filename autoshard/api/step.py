@@ -33,7 +33,7 @@ from autoshard.lower.opaque import without_kernels
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
-from autoshard.rewrite import from_json, rewritten
+from autoshard.rewrite import divided, from_json, rewritten
 from autoshard.rules import rules_of
 from autoshard.strategy import Record, TensorRecord, check_program
 from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace, with_named_batch
@@ -328,9 +328,10 @@ def program_of(
         traced = rewritten(with_named_batch(traced, record.program.batch), from_json(record.program.rewrites))
         traced = rematerialised(traced, record.program.remat)
         if record.program.stages > 1:
-            traced = in_one_program(traced, record.program.stages, record.program.microbatches, record.program.rounds)
+            how = record.program.stages, record.program.microbatches, record.program.rounds
+            traced = divided(traced, lambda one: in_one_program(one, *how))
         elif record.pipeline is None:
-            traced = microbatched(traced, record.program.microbatches)
+            traced = divided(traced, functools.partial(microbatched, n=record.program.microbatches))
         traced = offloaded(traced, record.program.offload)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)

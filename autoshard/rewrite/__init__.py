@@ -6,14 +6,26 @@ from typing import Any
 from autoshard.errors import StrategyError
 from autoshard.rewrite.attention import FusedAttention
 from autoshard.rewrite.attention import proposals as fused_attention
-from autoshard.rewrite.base import Rewrite, rewritten
+from autoshard.rewrite.base import Rewrite, divided, divisible, rewritten
 from autoshard.rewrite.experts import PackedExperts
 from autoshard.rewrite.experts import proposals as packed_experts
 from autoshard.rewrite.options import Proposals, Rewriting
 from autoshard.rewrite.padding import Padded, Padding, stays_whole
 from autoshard.rewrite.padding import proposals as padded
 
-__all__ = ["PROPOSALS", "Padded", "Padding", "Rewrite", "Rewriting", "from_json", "rewritten", "stays_whole", "to_json"]
+__all__ = [
+    "PROPOSALS",
+    "Padded",
+    "Padding",
+    "Rewrite",
+    "Rewriting",
+    "divided",
+    "divisible",
+    "from_json",
+    "rewritten",
+    "stays_whole",
+    "to_json",
+]
 
 KINDS: dict[str, type[Rewrite]] = {each.kind: each for each in (FusedAttention, PackedExperts, Padded)}
 

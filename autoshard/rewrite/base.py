@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol, Self
 
+from autoshard.errors import TraceError
 from autoshard.trace import Traced
 
 
@@ -14,9 +15,11 @@ class Rewrite(Protocol):
 
     Attributes:
         kind: the name under which it is recorded.
+        divides: whether a program is divided into microbatches or stages before it, and it is applied to these.
     """
 
     kind: ClassVar[str]
+    divides: ClassVar[bool] = False
 
     def apply(self, traced: Traced) -> Traced:
         """The program rewritten, with equal results; equations keep where they come from.
@@ -53,5 +56,35 @@ def rewritten(traced: Traced, rewrites: Sequence[Rewrite]) -> Traced:
     if traced.rewrites == tuple(rewrites):
         return traced
     for rewrite in rewrites[len(traced.rewrites) :]:
-        traced = replace(rewrite.apply(traced), rewrites=(*traced.rewrites, rewrite))
+        before = traced if traced.undivided is None and getattr(rewrite, "divides", False) else traced.undivided
+        traced = replace(rewrite.apply(traced), rewrites=(*traced.rewrites, rewrite), undivided=before)
     return traced
+
+
+def divisible(traced: Traced) -> Traced:
+    """The program that is divided into microbatches or stages: before the rewrites that are applied to these."""
+    return traced if traced.undivided is None else traced.undivided
+
+
+def divided(traced: Traced, divide: Callable[[Traced], Traced]) -> Traced:
+    """The program in microbatches or stages.
+
+    Args:
+        divide: gives the program that it is given in these; itself where that is one microbatch.
+
+    Raises:
+        TraceError: it does not run in them, or not with its rewrites and recomputation.
+    """
+    before = divisible(traced)
+    if before is traced:
+        return divide(traced)
+    made = divide(before)
+    if made is before:
+        return traced
+    if traced.remat is not None:
+        said = "; ".join(rewrite.describe() for rewrite in traced.rewrites)
+        raise TraceError(
+            f"what is computed again is chosen for the whole batch, and {traced.graph.name!r} has rewrites that are made for each "
+            f"microbatch: {said}. Use remat=None, or microbatches=1."
+        )
+    return rewritten(made, traced.rewrites)

@@ -48,6 +48,7 @@ class PackedExperts:
     balance: float
     packed: tuple[tuple[int, int], ...] = ()
     kind: ClassVar[str] = "experts"
+    divides: ClassVar[bool] = True
 
     def apply(self, traced: Traced) -> Traced:
         """The program on packed rows.

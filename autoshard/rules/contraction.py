@@ -29,7 +29,10 @@ def dot_general(lhs: Value, rhs: Value, /, *, results: tuple[Value, ...], dimens
 def ragged_dot_general(
     lhs: Value, rhs: Value, group_sizes: Value, /, *, results: tuple[Value, ...], ragged_dot_dimension_numbers: Any, **_
 ) -> Rule:
-    """A dot product whose ragged and group dimensions stay whole, since the boundaries of groups are data."""
+    """A dot product whose ragged and group dimensions stay whole, since the boundaries of groups are data.
+
+    Batches, and other dimensions before the ragged one, may have sizes of their own.
+    """
     numbers = ragged_dot_dimension_numbers
     (lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     groups = tuple(numbers.rhs_group_dimensions)
@@ -51,7 +54,20 @@ def ragged_dot_general(
     ]
     if len(dims) < results[0].rank:  # the contracted dimension is the ragged one: a result for each group
         dims = [Factor(results[0].shape[0], "need_replication"), *dims]
-    return assemble([left, right, whole(group_sizes.shape)], [dims])
+    sizes: list[Factor] = whole(group_sizes.shape)
+    if group_sizes.rank > 1:
+        (ragged,) = numbers.lhs_ragged_dimensions
+        sizes[:-1] = _own_sizes(left, ragged, lhs_contracting, lhs_batch)
+    return assemble([left, right, sizes], [dims])
+
+
+def _own_sizes(left: list[Factor], ragged: int, contracting: Sequence[int], batch: Sequence[int]) -> list[Factor]:
+    """The dimensions of the left operand that have group sizes of their own: batches, and those before the ragged one of its kind."""
+    if ragged in batch:
+        return [left[d] for d in batch[: batch.index(ragged)]]
+    free = [d for d in range(len(left)) if d not in contracting and d not in batch]
+    kind = list(contracting) if ragged in contracting else free
+    return [left[d] for d in (*batch, *kind[: kind.index(ragged)])]
 
 
 def _others(dims: list[Factor], *taken: tuple[int, ...]) -> list[Factor]:

@@ -55,6 +55,7 @@ class Traced:
         rounds: how often a microbatch goes through all of these, each time through other layers.
         batch: the paths of the arguments that hold examples, where the user names them.
         rewrites: what was rewritten before all that (`autoshard.rewrite`).
+        undivided: the program before those of the rewrites that are applied again to its microbatches or stages; None: there are none.
         padding: where dimensions were padded, per argument leaf and dimension its parts, each with its size and its padded size; no parts
             where a dimension has no padding.
     """
@@ -76,6 +77,7 @@ class Traced:
     rounds: int = 1
     batch: tuple[str, ...] = ()
     rewrites: tuple[Any, ...] = ()
+    undivided: Traced | None = None
     padding: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
 
     def split(self, args: tuple) -> tuple:

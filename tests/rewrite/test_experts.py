@@ -1,5 +1,6 @@
 """Packed rows of experts: every row has one slot, results are equal whatever the loads, and the search splits experts."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,7 +11,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.rewrite import from_json, to_json
+from autoshard.errors import TraceError
+from autoshard.microbatch import microbatched
+from autoshard.rewrite import divided, from_json, rewritten, to_json
 from autoshard.rewrite.experts import PackedExperts
 from autoshard.rewrite.slots import Slots
 from autoshard.trace import trace
@@ -154,6 +157,19 @@ def test_experts_are_split_as_those_with_a_capacity_are():
     (rewrite,) = from_json(found.record.program.rewrites)
     assert rewrite == PackedExperts(1.0, ((16, 512),)) and to_json([rewrite]) == found.record.program.rewrites
     assert rewrite.describe() == "experts: rows of 16 experts packed to 512 each (balance 1); a fuller expert takes another round"
+
+
+def test_microbatches_are_packed_by_themselves():
+    """A step in microbatches has the rows of each packed, and recomputation that was chosen for the whole batch is refused with them."""
+    dropless, _, args = layer_of(4, 64, 24, 32)
+    packed = rewritten(trace(dropless, *args), (PackedExperts(1.0, ((4, 16),)),))
+    halves = divided(packed, partial(microbatched, n=2))
+    assert (halves.microbatches, halves.rewrites) == (2, packed.rewrites)
+    shapes = {halves.graph.values[value].shape for op in halves.graph.walk() if op.primitive == "dot_general" for value in op.results}
+    assert (4, 8, 32) in shapes and (4, 16, 32) not in shapes, "each expert has 16 of 64 rows, and 8 of 32"
+    assert divided(packed, partial(microbatched, n=1)) is packed
+    with pytest.raises(TraceError, match="made for each microbatch: experts: rows of 4 experts packed to 16 each"):
+        divided(replace(packed, remat=object()), partial(microbatched, n=2))
 
 
 @pytest.mark.parametrize("lowering", ("manual", "constraints"))

@@ -175,6 +175,11 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "matmul_two_contracted": lambda: dot(normal(4, 2, 6), normal(2, 8, 4), ((0, 1), (2, 0))),
     "outer": lambda: dot(normal(4), normal(6), ((), ())),
     "ragged_dot": lambda: operation(lambda x, w, n: lax.ragged_dot(x, w, n), normal(8, 4), normal(3, 4, 6), np.array([2, 3, 3], np.int32)),
+    "ragged_dot_batched": lambda: operation(
+        jax.vmap(lambda x, w, n: lax.ragged_dot(x, w, n)),
+        *(normal(2, 8, 4), normal(2, 3, 4, 6)),
+        np.array([[2, 3, 3], [8, 0, 0]], np.int32),
+    ),
     "conv": lambda: conv(normal(4, 2, 6, 6), normal(8, 2, 3, 3)),
     "conv_channels_last": lambda: conv(normal(4, 6, 6, 2), normal(3, 3, 2, 8), layout=("NHWC", "HWIO", "NHWC")),
     "conv_pointwise": lambda: conv(normal(4, 2, 6, 6), normal(8, 2, 1, 1)),

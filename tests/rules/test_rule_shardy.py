@@ -28,6 +28,7 @@ NOT_ONE = set(
         "clamp_scalar",
         "optimization_barrier",
         "ragged_dot",
+        "ragged_dot_batched",
         "argmax",
         "cumsum",
         "cumlogsumexp",
