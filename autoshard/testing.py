@@ -18,6 +18,7 @@ from typing import Any
 
 from autoshard.api import Strategy, evaluate, verify
 from autoshard.api.kernel_checks import check_kernel_rule as check_kernel_rule
+from autoshard.api.kernel_report import kernels as kernels
 from autoshard.api.pipeline_verification import PipelineVerification
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError

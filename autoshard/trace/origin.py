@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import site
 import sysconfig
 import traceback
@@ -41,9 +42,18 @@ def is_library(file: str) -> bool:
     return (file.startswith(_LIBRARIES) and not file.startswith(_DEMO)) or file.startswith("<frozen")
 
 
+_CELL = re.compile(r"[/\\]ipykernel_\d+[/\\]\d+\.py$")
+
+
 @cache
 def shown(file: str) -> str:
-    """The path without its package's folder, or relative to the working directory."""
+    """The path without its package's folder, or relative to the working directory; ``cell`` of a notebook's.
+
+    >>> shown("/tmp/ipykernel_5392/1959038493.py")
+    'cell'
+    """
+    if _CELL.search(file):
+        return "cell"
     roots = {os.path.join(os.getcwd(), ""), os.path.join(os.path.dirname(_PACKAGE), ""), *_LIBRARIES} - {os.path.join(_PACKAGE, "")}
     return file.removeprefix(max((root for root in roots if file.startswith(root)), key=len, default=""))
 

@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api import kernel_checks, kernel_rules
+from autoshard.api import kernel_checks, kernel_report, kernel_rules
 from autoshard.errors import RuleError
 from autoshard.rules.declared import DECLARED, Declared
-from autoshard.testing import check_kernel_rule
+from autoshard.testing import check_kernel_rule, kernels
 
 X = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
 ROWS = {"cluster": "cpu:4", "mesh": {"data": 4}, "searcher": "manual", "pins": {"x": P("data")}}
@@ -32,7 +32,7 @@ def declared():
 
 def test_examples():
     """The examples of the docstrings."""
-    assert not any(doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed for module in (kernel_rules, kernel_checks))
+    assert not any(doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed for module in (kernel_rules, kernel_checks, kernel_report))
 
 
 def test_a_rule_has_factors_of_any_name():
@@ -156,6 +156,15 @@ def test_a_foreign_function_is_mapped_and_scanned(declared):
 def test_right_rules_pass_the_check(kernel, args):
     """Kernels with several factors, minor ones among them, run in parts as a whole."""
     check_kernel_rule(kernel, *(jax.ShapeDtypeStruct(shape, "float32") for shape in args))
+
+
+def test_kernels_are_shown_with_rule_and_work():
+    """Each kernel with its line, its rule, its work, and why an axis is whole; nothing where there is none."""
+    found = kernels(kernel_examples.product, jnp.ones((4, 4)), jnp.ones((4, 8)))
+    ((place, rule),), text = found.rules, str(found)
+    assert place.startswith("tests/kernel_examples.py:") and rule.startswith("([im, n], [o, kp])->([ij, kl])")
+    assert "grid axis 2 is not" in text and "FLOP" in text and found.work[0][1].matrix_flops == 2 * 4 * 8 * 4
+    assert "There are none" in str(kernels(jnp.tanh, X))
 
 
 def test_a_wrong_rule_fails_the_check():
