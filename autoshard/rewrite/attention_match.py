@@ -145,7 +145,7 @@ class _Matching(Reading):
         sides = [_free_of(root.eqn, root.labels, side) for side in (0, 1)]
         reduced = [set(flattened(labels)) for labels in self.region.reduced]
         possible = [side for side in (1, 0) if all(each == sides[side] for each in reduced)]
-        if not possible or not _is_like(self.region):
+        if not possible:
             raise Different("its scores are summed over other dimensions than those of keys")
         for side in possible[:-1]:
             try:
@@ -185,7 +185,7 @@ class _Matching(Reading):
         self.begin(self.data)
         output: Exit | None = None
         for exit in over_keys:
-            if self._same(self.at(exit.result), self._output(self.at(exit.other))):
+            if not set(self.others).intersection(flattened(exit.other[1])) and self._same(self.at(exit.result), self._output(self.at(exit.other))):
                 output = exit
                 break
         gradients: tuple[Exit | None, ...] = (None, None, None)

@@ -158,18 +158,9 @@ class _Following:
         wiring = self._wiring
         for reader in wiring.readers.get(var, ()):
             heapq.heappush(self._queue, (self._order[id(reader)], id(reader), reader))
-        for entry in wiring.entries.get(var, ()):
-            if entry.passing == "whole":
-                self._label(entry.inner, labels, kind, exit)
-        for leaving in wiring.outputs.get(var, ()):
-            if leaving.outer is None or leaving.passing == "carry":
-                continue
-            if leaving.passing == "whole":
-                self._label(leaving.outer, labels, kind, exit)
-                continue
-            for entry in wiring.entries.get(leaving.outer, ()):
-                if entry.passing == "slice":
-                    self._label(entry.inner, labels, kind, exit)
+        for other in wiring.others(var):
+            if other not in self._found.labels:
+                self._label(other, labels, kind, exit)
 
     def _is_inside(self, labels: Labels) -> bool:
         """Whether an array has dimensions of the scores alone."""

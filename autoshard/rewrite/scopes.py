@@ -360,19 +360,36 @@ class Wiring:
 
     def source(self, atom: Atom) -> Atom:
         """The variable in which a value was first made, followed through loops' constants, stacks and slices, and checkpoints."""
-        while isinstance(atom, Var):
-            before = atom
-            if (entry := self.entry.get(atom)) is not None and entry.outer is not None:
-                if entry.passing == "whole":
-                    atom = entry.outer
-                elif entry.passing == "slice" and isinstance(entry.outer, Var):
-                    made = self.leaving.get(entry.outer)
-                    atom = made.inner if made is not None and made.passing == "slice" else atom
-            elif (made := self.leaving.get(atom)) is not None and made.passing == "whole":
-                atom = made.inner
-            if atom is before:
+        found, at, trips = atom, atom, 0
+        while isinstance(at, Var):
+            if (entry := self.entry.get(at)) is not None and entry.outer is not None and entry.passing != "carry":
+                at, trips = entry.outer, trips + (entry.passing == "slice")
+            elif (made := self.leaving.get(at)) is not None and (made.passing == "whole" or (made.passing == "slice" and trips)):
+                at, trips = made.inner, trips - (made.passing == "slice")
+            else:
                 break
-        return atom
+            if not trips:
+                found = at
+        return found
+
+    def others(self, var: Var, trips: int = 0) -> Iterator[Var]:
+        """The variables of other scopes that are the same value: in nested and surrounding ones, and in loops that read stacks of it.
+
+        Args:
+            trips: over so many loops the variable is a stack of the value.
+        """
+        for entry in self.entries.get(var, ()):
+            if entry.passing == "whole" or (entry.passing == "slice" and trips):
+                left = trips - (entry.passing == "slice")
+                if not left:
+                    yield entry.inner
+                yield from self.others(entry.inner, left)
+        for leaving in self.outputs.get(var, ()):
+            if leaving.outer is not None and leaving.passing != "carry":
+                more = trips + (leaving.passing == "slice")
+                if not more:
+                    yield leaving.outer
+                yield from self.others(leaving.outer, more)
 
 
 def shape_of(x: Any) -> tuple[int, ...]:

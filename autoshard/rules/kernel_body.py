@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+from autoshard.ir.scan import num_consts
 from autoshard.primitives import primitive
 
 LARGEST = 1 << 21  # elements of an integer over the grid: larger ones are not known
@@ -145,7 +146,7 @@ class Walk:
         return [self._use([x for some in results for x in some])] * len(branches[0].outvars)
 
     def _scan(self, eqn: JaxprEqn, body: Jaxpr, operands: Sequence[Known], times: np.ndarray) -> Sequence[Known]:
-        n = eqn.params["num_consts"]
+        n = num_consts(eqn.params)
         found = self._use(operands[n:])
         if eqn.params["length"]:
             self.run(body, [*operands[:n], *[found] * (len(operands) - n)], times * eqn.params["length"])

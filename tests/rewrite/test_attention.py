@@ -112,6 +112,30 @@ def test_scanned_layers_pass_on_what_the_backward_kernel_needs(how: str) -> None
         assert_equal(traced, made.traced, 1e-5)
 
 
+def test_layers_in_groups_pass_on_what_the_backward_kernel_needs() -> None:
+    """Through loops inside loops, too."""
+
+    def loss(weights, x, ids):
+        def group(x, some):
+            return jax.lax.scan(lambda x, w: (block(x, w, ids), None), x, some)[0], None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(group, x, weights)[0]))
+
+    weights, *others = SCANNED
+    made = fused(trace(jax.grad(loss), jax.ShapeDtypeStruct((2, *weights.shape), weights.dtype), *others), SPLASH, interpret=True)
+    assert len(made.places) == 1 and len(kernels(made.traced)) == 3
+
+
+def test_attention_of_one_example_is_replaced_too() -> None:
+    """Without dimensions of batch or heads."""
+
+    def one(q, k, v):
+        return jax.nn.softmax(q @ k.T / 8) @ v
+
+    shape = jax.ShapeDtypeStruct((128, 64), jnp.float32)
+    assert len(kernels(fused(trace(jax.grad(lambda *args: jnp.sum(jnp.sin(one(*args)))), *[shape] * 3), SPLASH).traced)) == 2
+
+
 def test_attention_whose_weights_are_returned_stays() -> None:
     """Where something else reads the scores, nothing is replaced, and the reason is told."""
 
