@@ -280,6 +280,7 @@ ELEMENTWISE: dict[str, Callable] = {
             "mul": np.multiply,
             "ne": np.not_equal,
             "neg": np.negative,
+            "one_minus_square": lambda x: 1 - x * x,
             "or": np.bitwise_or,
             "pow": lambda a, b: np.power(a.astype(np.float64), b),
             "rsqrt": lambda x: 1 / np.sqrt(x),
