@@ -185,7 +185,9 @@ class _Matching(Reading):
         self.begin(self.data)
         output: Exit | None = None
         for exit in over_keys:
-            if not set(self.others).intersection(flattened(exit.other[1])) and self._same(self.at(exit.result), self._output(self.at(exit.other))):
+            if not set(self.others).isdisjoint(flattened(exit.other[1])):  # values are not those of one query
+                continue
+            if self._same(self.at(exit.result), self._output(self.at(exit.other))):
                 output = exit
                 break
         gradients: tuple[Exit | None, ...] = (None, None, None)
