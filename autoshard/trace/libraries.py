@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -26,16 +26,16 @@ def assumed() -> Iterator[None]:
 @contextmanager
 def _tpu() -> Iterator[None]:
     """`pltpu.get_tpu_info` knows a TPU, as `pltpu.emit_pipeline` needs; JAX 0.10 to 0.12 fails where the default device is none."""
-    info: Any = sys.modules.get("jax._src.pallas.mosaic.tpu_info")  # loaded where there are kernels for TPUs
+    modules = "jax._src.pallas.mosaic.tpu_info", "jax._src.tpu_info"  # loaded where there are kernels for TPUs; the second by JAX 0.12
+    asked: list[Any] = [sys.modules[name] for name in modules if hasattr(sys.modules.get(name), "get_tpu_info")]
     try:
-        missing = info is not None and not info.is_tpu_device()
-        made = info._get_tpu_info_impl(info.chip_version_from_device_kind(TPU), 1) if missing else None
-    except (AttributeError, TypeError):
+        info = next(each for each in asked if hasattr(each, "_get_tpu_info_impl"))
+        made = None if info.is_tpu_device() else info._get_tpu_info_impl(info.chip_version_from_device_kind(TPU), 1)
+    except (StopIteration, AttributeError, TypeError):
         made = None
-    if made is None:
-        yield
-        return
-    with mock.patch.object(info, "get_tpu_info", lambda: made):
+    with ExitStack() as stack:
+        for each in asked if made is not None else ():
+            stack.enter_context(mock.patch.object(each, "get_tpu_info", lambda: made))
         yield
 
 
