@@ -226,7 +226,7 @@ def parallelize(
     plan: str = "sharding",
     start: Strategy | None = None,
     kernels: str | None = None,
-    balance: float = 1.0,
+    balance: float | None = 1.0,
     padding: bool | Padding = True,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,

@@ -68,7 +68,7 @@ class Request:
         time_limit_seconds: float | None,
         confirm: str | Confirm | None,
         kernels: str | None,
-        balance: float,
+        balance: float | None,
         padding: bool | Padding,
         microbatches: Microbatches,
         remat: str | None,

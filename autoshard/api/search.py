@@ -63,7 +63,7 @@ def search(
     plan: str = "sharding",
     start: Strategy | None = None,
     kernels: str | None = None,
-    balance: float = 1.0,
+    balance: float | None = 1.0,
     padding: bool | Padding = True,
 ) -> Strategy:
     """The best strategy that the searcher finds for a function on a cluster; in several processes the one that process 0 finds.
@@ -126,6 +126,7 @@ def search(
             (`autoshard.rewrite.attention`). None: it stays as it is written, and a note says what that would save.
         balance: the rows of the fullest expert over the mean of all experts that experts without a capacity, `jax.lax.ragged_dot`, are
             planned for, at least 1 (`autoshard.rewrite.experts`). Fuller experts take longer in the step, and lose nothing.
+            None: the program is not rewritten for them.
         padding: whether dimensions that no mesh axis divides may be padded where that is predicted to be faster
             (`autoshard.rewrite.padding`); results stay the same.
 

@@ -69,7 +69,8 @@ class Strategy(Answer):
         if self.record.program.rewrites:
             what = "; ".join(rewrite.describe() for rewrite in from_json(self.record.program.rewrites))
             raise StrategyError(
-                f"pins shard a program as it is, and this strategy has it rewritten: {what}. Search with padding=False and kernels=None."
+                f"pins shard a program as it is, and this strategy has it rewritten: {what}. Search with padding=False, balance=None "
+                "and kernels=None."
             )
         if self.remat is not None:
             raise StrategyError("pins shard a program as it is, and this strategy computes values again. Search with remat=None.")

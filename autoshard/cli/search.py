@@ -135,9 +135,9 @@ def add(commands) -> None:
     parser.add_argument(
         "--balance",
         metavar="RATIO",
-        type=float,
+        type=lambda text: None if text == "none" else float(text),
         default=1.0,
-        help="rows of the fullest expert over the mean (1.0) that experts without a capacity are planned for",
+        help="rows of the fullest expert over the mean (1.0) that experts without a capacity are planned for; none: they stay as written",
     )
     parser.add_argument(
         "--no-padding", action="store_true", help="keep dimensions that no mesh axis divides at their size, and so whole on every device"

@@ -60,7 +60,9 @@ class PackedExperts:
         jaxpr = program.scope(traced.jaxpr, ())
         if jaxpr is None:
             raise TraceError(f"rows of experts are packed for products by experts, and {traced.graph.name!r} has none. Search again.")
-        return rebuilt(traced, jaxpr, traced.microbatches)
+        made = rebuilt(traced, jaxpr, traced.microbatches)
+        said = replace(self, packed=tuple(dict.fromkeys(program.packed))).describe()
+        return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, said)))
 
     def json(self) -> dict[str, Any]:
         return {"balance": self.balance, "packed": [list(each) for each in self.packed]}
@@ -76,6 +78,8 @@ class PackedExperts:
 
 def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequence[PackedExperts]:
     """Packed rows, where the program has products by experts that can be."""
+    if rewriting.balance is None:
+        return ()
     program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), rewriting.balance)
     if program.scope(traced.jaxpr, ()) is None:
         return ()

@@ -20,12 +20,12 @@ class Rewriting:
 
     Attributes:
         kernels: ``"auto"``: plain attention may become a fused kernel; None: it stays as it is written.
-        balance: the load of the fullest expert over the mean that dropless experts are planned for.
+        balance: the load of the fullest expert over the mean that dropless experts are planned for; None: they stay as they are written.
         padding: whether dimensions that do not divide may be padded, and to which sizes.
     """
 
     kernels: str | None = None
-    balance: float = 1.0
+    balance: float | None = 1.0
     padding: bool | Padding = True
 
     @classmethod
@@ -38,17 +38,17 @@ class Rewriting:
         if kernels not in (None, "auto"):
             raise ShardingError(f"kernels is None or 'auto', got {kernels!r}. Use 'auto' to have plain attention replaced by kernels.")
         is_number = isinstance(balance, int | float) and not isinstance(balance, bool)
-        if not is_number or not math.isfinite(balance) or balance < 1:
+        if balance is not None and (not is_number or not math.isfinite(balance) or balance < 1):
             raise ShardingError(
                 "balance is the number of rows of the fullest expert over the mean of all experts, so at least 1; "
-                f"got {balance!r}. Use 1.0 for equal loads, or 1.25 where the fullest has a quarter more."
+                f"got {balance!r}. Use 1.0 for equal loads, 1.25 where the fullest has a quarter more, or None to keep the program."
             )
         if not isinstance(padding, bool | Padding):
             raise ShardingError(
                 "padding is True or False, or an autoshard.Padding that says of how many elements shards are multiples; "
                 f"got {padding!r}. Use False to keep every dimension at its own size, or autoshard.Padding(quantum=128)."
             )
-        return cls(kernels, float(balance), padding)
+        return cls(kernels, None if balance is None else float(balance), padding)
 
 
 Proposals = Callable[[Traced, Cluster, Rewriting], Sequence[Rewrite]]

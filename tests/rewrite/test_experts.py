@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.errors import TraceError
+from autoshard.errors import ShardingError, TraceError
 from autoshard.microbatch import microbatched
 from autoshard.rewrite import divided, from_json, rewritten, to_json
 from autoshard.rewrite.experts import PackedExperts
@@ -157,6 +157,10 @@ def test_experts_are_split_as_those_with_a_capacity_are():
     (rewrite,) = from_json(found.record.program.rewrites)
     assert rewrite == PackedExperts(1.0, ((16, 512),)) and to_json([rewrite]) == found.record.program.rewrites
     assert rewrite.describe() == "experts: rows of 16 experts packed to 512 each (balance 1); a fuller expert takes another round"
+    assert rewrite.describe() in found.notes
+    assert not autoshard.search(dropless, *args, cluster="v5e:4x4", donate_argnums=0, balance=None).record.program.rewrites
+    with pytest.raises(ShardingError, match="at least 1; got 0.9"):
+        autoshard.search(dropless, *args, cluster="v5e:4x4", balance=0.9)
 
 
 def test_microbatches_are_packed_by_themselves():
