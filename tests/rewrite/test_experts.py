@@ -159,7 +159,7 @@ def test_experts_are_split_as_those_with_a_capacity_are():
     assert rewrite.describe() == "experts: rows of 16 experts packed to 512 each (balance 1); a fuller expert takes another round"
     assert rewrite.describe() in found.notes
     assert not autoshard.search(dropless, *args, cluster="v5e:4x4", donate_argnums=0, balance=None).record.program.rewrites
-    with pytest.raises(ShardingError, match="at least 1; got 0.9"):
+    with pytest.raises(ShardingError, match=r"at least 1; got 0\.9"):
         autoshard.search(dropless, *args, cluster="v5e:4x4", balance=0.9)
 
 
