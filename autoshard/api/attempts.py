@@ -10,19 +10,22 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
-from autoshard.api.microbatching import Microbatches, best
+from autoshard.api.exploring import Estimates, Exploration, Form, forms_of
+from autoshard.api.microbatching import Microbatches, all_found
 from autoshard.api.notes import own_checkpoints
-from autoshard.api.offloading import Hosted, best_offload, check_offload, kinds_of
-from autoshard.api.prepared import Prepared, noted_if_barely, searched_on_meshes, within
-from autoshard.api.recomputing import AGAIN, best_remat, least_remat
-from autoshard.api.refusals import or_refused, with_untried
+from autoshard.api.offloading import check_offload
+from autoshard.api.prepared import RESERVE, Prepared, noted_if_barely, searched_on_meshes, within
+from autoshard.api.refusals import with_untried
 from autoshard.api.strategy import Strategy
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError
+from autoshard.cost.record import Cost
+from autoshard.errors import InfeasibleError, OutOfTime
+from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
@@ -41,6 +44,8 @@ Found = tuple[Prepared, Solution, Problem]
 
 Whole = tuple[Traced, ProgramFacts]
 """A step as it was traced, and its facts."""
+
+PASSES = 3  # over gradients, that adding up those of one more microbatch takes: two reads and a write
 
 
 @dataclass(eq=False)
@@ -76,6 +81,9 @@ class Attempts:
     warm: Hints | None = None
     prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
     is_hurried: bool = field(default=False, init=False)  # whether a search found nothing in its share of the time
+    mesh_of_first: Mesh | None = field(default=None, init=False)  # on which the step as it is is fastest; other forms are compared on it
+    is_fresh: bool = field(default=True, init=False)  # whether nothing was searched yet
+    forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
     least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
 
     def __post_init__(self):
@@ -98,7 +106,7 @@ class Attempts:
 
     def _best(self) -> Found:
         try:
-            return best_offload(self._found, self.offload, lambda: kinds_of(self.asked.traced, self.remat))
+            return self._found()
         except InfeasibleError as error:
             if (last := self._by_last_resort()) is not None:
                 return last
@@ -106,24 +114,65 @@ class Attempts:
                 raise OutOfTime(self._too_short()) from None
             raise self._advised(error) from None
 
-    def _found(self, hosted: Hosted) -> Found:
-        """The best that is found with some kinds of values on hosts, without the last resort."""
-        if "optimizer" not in hosted and (alone := self._argument_bytes()) > self.asked.limit:
+    def _found(self) -> Found:
+        """The best that is found in any form that was asked for, without the last resort."""
+        hosted = (self.offload == "optimizer", *([True] if self.offload == "auto" and self._state else []))
+        if not hosted[-1] and (alone := self._argument_bytes()) > self.asked.limit:
             try:
-                return self._searched(False, self.first, None)
+                return self._searched(Form(self.first), True)
             except InfeasibleError as error:
                 text = f"{error} The arguments alone, split over all devices, take {format_bytes(alone)}, whatever else is tried."
                 raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
-        fixed = 0.0 if "optimizer" in hosted else self._argument_bytes()
-        parts = partial(divisors, divisible(self.asked.traced))
-        numbers = partial(best, microbatches=self.microbatches, limit=self.asked.limit, numbers=parts, fixed_bytes=fixed)
-        searched, options = partial(self._searched, "optimizer" in hosted), self._options["activations" in hosted]
-        try:
-            return numbers(lambda n: best_remat(partial(searched, n), self.remat, options))
-        except InfeasibleError as error:
-            if self.remat != "fit":
-                raise
-            return or_refused(error, lambda: numbers(lambda n: least_remat(partial(searched, n), options)), AGAIN)
+        if self.microbatches == "auto":
+            return min(all_found(partial(self._explored, hosted)), key=lambda each: each[1].judgement.cost.makespan_seconds)
+        return self._explored(hosted, self.first)
+
+    def _explored(self, hosted: Sequence[bool], n: int) -> Found:
+        """The best in ``n`` microbatches, or in more where these are what memory asks for."""
+        full = [each[-1] for each in self._options if each] if self.remat == "full" else [None]
+        first = Form(n, next(iter(full), None), hosted[0])
+        if not self._has_forms:
+            return self._searched(first, True)
+
+        def forms() -> list[Form]:
+            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches == "fit" else [n]
+            some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
+            return forms_of(numbers, list(dict.fromkeys(some)), hosted)
+
+        limit = self.asked.limit * (1 - RESERVE) if self.reserves else self.asked.limit
+        explored = partial(Exploration, search=self._searched, solution=lambda each: each[1], estimates=self._estimates, limit=limit)
+        if self.remat != "replace" or not (anew := list(chain(*self._options))):
+            return explored(first, forms).best()
+        ways = explored(first, forms), explored(replace(first, again=anew[0]), lambda: forms_of([n], anew, hosted))
+        return min((way.best() for way in ways), key=lambda each: each[1].judgement.cost.makespan_seconds)
+
+    @property
+    def _has_forms(self) -> bool:
+        """Whether there may be several forms of the step to choose from."""
+        return self.microbatches == "fit" or self.remat in ("fit", "auto", "replace") or self.offload == "auto"
+
+    @cached_property
+    def _state(self) -> tuple[int, ...]:
+        """The arguments that are optimizer state."""
+        return optimizer_state(self.asked.traced)
+
+    def _estimates(self, form: Form, found: Found) -> Estimates:
+        """Estimates of other forms from what was found in one."""
+        prepared, solution, problem = found
+        peak, device, arguments = solution.judgement.peak, prepared.cluster.device, prepared.traced.graph.arguments
+        held = dict(zip(peak.alive, peak.held, strict=True))
+        replaced = {argument for _, argument in prepared.traced.graph.aliases} - {*self._state}
+        gradients = sum(held.get(arguments[position], 0.0) for position in replaced)
+        return Estimates(
+            seconds=solution.judgement.cost.makespan_seconds,
+            peak_bytes=peak.nbytes,
+            of=form,
+            fixed_bytes=sum(held.get(value, 0.0) for value in arguments),
+            state_bytes=sum(held.get(arguments[position], 0.0) for position in self._state),
+            adding_seconds=PASSES * gradients / device.memory_rate + _gathering_seconds(solution.judgement.cost),
+            devices=problem.mesh.size,
+            host_bytes_per_second=device.host_bandwidth_bytes_per_second,
+        )
 
     def _argument_bytes(self) -> float:
         """The bytes of the arguments on a device, were each split over all."""
@@ -132,23 +181,20 @@ class Attempts:
         return sum(value.nbytes for value in held) / mesh.size
 
     @cached_property
-    def _options(self) -> tuple[Callable[[], Sequence[Remat]], Callable[[], Sequence[Remat]]]:
-        """The recomputations that there are: all on devices, and with what may be on hosts."""
-
-        @cache
-        def options(hosts: bool) -> Sequence[Remat]:
-            device = self.asked.cluster.device
-            prepared = self.asked if self.first == 1 or self.whole is not None else self.ask(1, None, None, False)
-            traced, facts = self.whole or (prepared.traced, prepared.facts)
-            if self.remat != "replace":
-                return Options(traced, facts, device, hosts).all
+    def _options(self) -> list[list[Remat]]:
+        """The recomputations that there are, of the option's kind: with all that is kept on devices, and with some on hosts, as asked."""
+        device = self.asked.cluster.device
+        prepared = self.asked if self.first == 1 or self.whole is not None else self.ask(1, None, None, False)
+        traced, facts = self.whole or (prepared.traced, prepared.facts)
+        if self.remat == "replace":
             opened = without_checkpoints(traced)
             if opened is traced:
-                return ()
-            facts = program_facts(opened.graph, rules_of(opened.graph), compiler_of(self.asked.cluster))
-            return Options(opened, facts, device, hosts).replaced
-
-        return partial(options, False), partial(options, True)
+                return []
+            traced, facts = opened, program_facts(opened.graph, rules_of(opened.graph), compiler_of(self.asked.cluster))
+        kinds = {"activations": (True,), "auto": (False, True)}.get(self.offload or "", (False,))
+        options = [Options(traced, facts, device, hosts) for hosts in kinds]
+        found = [each.replaced if self.remat == "replace" else each.all for each in options]
+        return [[replace(remat, mode=self.remat or "") for remat in each] for each in found]
 
     @property
     def _whole(self) -> Traced | None:
@@ -177,32 +223,56 @@ class Attempts:
         """The seconds that are left."""
         return None if self.seconds is None else max(0.0, self.seconds - (time.perf_counter() - self.started))
 
-    def _searched(self, on_host: bool, n: int, again: Remat | None) -> Found:
-        """What is found in so many microbatches with a recomputation, without the last resort."""
-        is_first = n == self.first and again is None and not on_host
-        again = None if again is None else replace(again, mode=self.remat or "")
-        if not is_first and (left := self._left()) is not None and left <= self.asked.seconds["trace_seconds"]:
+    def _searched(self, form: Form, limited: bool) -> Found:
+        """What is found in a form, without the last resort.
+
+        Args:
+            limited: whether within the memory limit, or of whatever it holds.
+        """
+        is_first = form == Form(self.first)
+        if not (is_first and self.is_fresh) and (left := self._left()) is not None and left <= self.asked.seconds["trace_seconds"]:
             self.is_hurried = True
             raise OutOfTime(self._too_short())
-        prepared = self.asked if is_first else self.ask(n, again, self._whole, on_host)
+        self.is_fresh = False
+        prepared, made = self._form(form)
         quick = self.searcher.without_last_resort()
-        progress = timed(self.progress, self._share(self.seconds if is_first else self._left()), patience=self._patience)
+        progress = timed(self.progress, self._share(self._left()), patience=self._patience)
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
             self.prepared[id(prepared.facts)] = prepared
             self.last.refuse(problem.within(prepared.limit), error)
 
-        how = {"refused": refused, "warm": self.warm, "least": self.least, "made": {}}
+        how = {"refused": refused, "warm": self.warm, "made": made, "least": self.least}
+        if self.mesh_of_first is not None and (not limited or self.least < math.inf):
+            prepared = replace(prepared, meshes=(self.mesh_of_first,), most_axes=0)
         searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, **how)
+        if not limited:
+            solution, problem = searched(math.inf)
+            self.mesh_of_first = self.mesh_of_first or problem.mesh
+            return self._free(prepared, solution, problem)
         try:
             solution, problem = within(prepared, searched, self.reserves, self.mesh)
-        except InfeasibleError as error:
-            if is_first and isinstance(error, NothingFasterError) and error.proven:  # nor is anything in parts, or computed again
-                raise SearchLimitError(str(error)) from None
+        except InfeasibleError:
             self.is_hurried |= isinstance(progress, Timed) and progress.has_no_patience
             raise
         self.least = min(self.least, solution.judgement.cost.objective_seconds)
         return prepared, solution, problem
+
+    def _form(self, form: Form) -> tuple[Prepared, dict[Mesh, Problem]]:
+        """The program in a form, and its problems so far."""
+        if form not in self.forms:
+            is_first = form == Form(self.first)
+            own = self.asked if is_first else self.ask(form.microbatches, form.again, self._whole, form.hosted)
+            self.forms[form] = own, {}
+        return self.forms[form]
+
+    def _free(self, prepared: Prepared, solution: Solution, problem: Problem) -> Found:
+        """What was found without a memory limit, of which what is beyond it is left out."""
+        limit = prepared.limit * (1 - RESERVE) if self.reserves else prepared.limit
+        others = tuple(other for other in solution.others if other.judgement.cost.peak_bytes <= limit)
+        if solution.judgement.cost.peak_bytes <= limit:
+            self.least = min(self.least, solution.judgement.cost.objective_seconds)
+        return prepared, replace(solution, others=others), problem.within(limit)
 
     def _by_last_resort(self) -> Found | None:
         """What the searcher's last resort finds, nearest to the limit first; None: nothing, or there is no time left."""
@@ -220,3 +290,10 @@ class Attempts:
         if self.asked.traced.stages == 1:
             untried.append("pipelines (stages=2)")
         return with_untried(error, untried)
+
+
+def _gathering_seconds(cost: Cost) -> float:
+    """The seconds of gathers, of weights for instance, which each microbatch repeats."""
+    sent = [(each.bytes * each.count, each.kind == "all_gather") for each in cost.collectives]
+    total = sum(n for n, _ in sent)
+    return cost.communication_seconds * sum(n for n, is_gather in sent if is_gather) / total if total else 0.0

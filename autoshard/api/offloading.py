@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, TypeVar
-
-from autoshard.api.refusals import or_refused
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.errors import ShardingError
 from autoshard.recompute import LEAST_BYTES, optimizer_state
 from autoshard.render import format_bytes
 from autoshard.trace import Traced
 
-KINDS = {"optimizer": "optimizer state", "activations": "kept activations"}
-WORDS = (*KINDS, "auto")
-
-Hosted = frozenset[str]
-"""Some of `KINDS`."""
-
-Found = TypeVar("Found", bound=tuple[Any, ...])
+WORDS = ("optimizer", "activations", "auto")
 
 
 def checked_offload(offload: str | None, remat: str | None) -> str | None:
@@ -54,53 +43,3 @@ def check_offload(offload: str | None, cluster: Cluster, traced: Traced) -> None
             f"{traced.graph.name!r} has no such leaf of {format_bytes(LEAST_BYTES)} or more among its arguments. Use offload=None: smaller "
             "ones stay on the device. Where the step does not return its new state, return it."
         )
-
-
-def kinds_of(traced: Traced, remat: str | None) -> list[str]:
-    """What of a step ``"auto"`` may keep in the memory of hosts."""
-    return [*(["activations"] if remat is not None else []), *(["optimizer"] if optimizer_state(traced) else [])]
-
-
-def best_offload(attempt: Callable[[Hosted], Found], offload: str | None, kinds: Callable[[], Sequence[str]]) -> Found:
-    """What is found with as much offload as asked for.
-
-    Args:
-        attempt: searches with these kinds on hosts; the second of what it gives is the solution.
-        kinds: those among which ``"auto"`` chooses.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    if offload != "auto":
-        return attempt(frozenset() if offload is None else frozenset([offload]))
-    try:
-        found = [attempt(frozenset())]
-    except InfeasibleError as error:
-        some = kinds()
-        tried = f"with {' or '.join(KINDS[kind] for kind in some)} in the memory of hosts"
-        return or_refused(error, lambda: _least_that_fits(attempt, some), tried)
-    if found[0][1].hints.price:  # memory binds; where it does not, transfers could only add time
-        for kind in kinds():
-            with suppress(InfeasibleError):
-                found.append(attempt(frozenset([kind])))
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
-
-
-def _least_that_fits(attempt: Callable[[Hosted], Found], kinds: Sequence[str]) -> Found:
-    """The fastest of what is found with one of the kinds on hosts; with all of them where nothing is.
-
-    Raises:
-        InfeasibleError: nothing fits.
-    """
-    found: list[Found] = []
-    refused: list[InfeasibleError] = []
-    for some in (*([kind] for kind in kinds), [*kinds]):
-        if len(some) > 1 and found:
-            break
-        try:
-            found.append(attempt(frozenset(some)))
-        except InfeasibleError as error:
-            refused.append(error)
-    if not found:
-        raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf"))
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from autoshard.api.refusals import or_refused
 from autoshard.api.strategy import Strategy
@@ -13,7 +13,6 @@ from autoshard.ir.remat import Remat
 WORDS = ("fit", "auto", "full", "replace")
 AGAIN = "where the backward pass computes again what it reads"
 
-Found = TypeVar("Found", bound=tuple[Any, ...])
 T = TypeVar("T")
 
 
@@ -26,62 +25,6 @@ def checked_remat(remat: str | None) -> str | None:
     if remat is not None and remat not in WORDS:
         raise ShardingError(f"remat is 'fit', 'auto', 'full', 'replace' or None, got {remat!r}. Use 'auto', for instance.")
     return remat
-
-
-def best_remat(attempt: Callable[[Remat | None], Found], remat: str | None, options: Callable[[], Sequence[Remat]]) -> Found:
-    """What is found with as much recomputation as asked for.
-
-    Args:
-        attempt: searches with a recomputation; the second of what it gives is the solution.
-        options: the recomputations that there are, from little time to little memory.
-
-    Raises:
-        InfeasibleError: nothing fits with any that was tried.
-    """
-    if remat in (None, "fit"):
-        return attempt(None)
-    if remat == "full":
-        return attempt(next(reversed(options()), None))
-    if remat == "replace":
-        return _replaced(attempt, options())
-    found: list[Found] = []
-    failure: InfeasibleError | None = None
-    try:
-        found.append(attempt(None))
-        if not found[0][1].hints.price:  # memory does not bind: what runs again could only add time
-            return found[0]
-    except InfeasibleError as error:
-        failure = error
-    try:
-        found += _least_that_fits(attempt, options())
-    except InfeasibleError as error:
-        failure = failure or error
-    if not found and failure is not None:
-        raise failure
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
-
-
-def _replaced(attempt: Callable[[Remat | None], Found], options: Sequence[Remat]) -> Found:
-    """The fastest of what is found with the user's checkpoints, and with the least recomputation that fits in their place."""
-    found: list[Found] = []
-    refused: list[InfeasibleError] = []
-    for choices in (lambda: [attempt(None)], lambda: _least_that_fits(attempt, options)):
-        try:
-            found += choices()
-        except InfeasibleError as error:
-            refused.append(error)
-    if not found:
-        raise min(refused, key=lambda error: error.smallest_peak_bytes or float("inf"))
-    return min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
-
-
-def least_remat(attempt: Callable[[Remat | None], Found], options: Callable[[], Sequence[Remat]]) -> Found:
-    """What is found with some recomputation, where nothing fits without.
-
-    Raises:
-        InfeasibleError: there is none, or nothing fits with any.
-    """
-    return _fastest(_least_that_fits(attempt, options()), lambda each: each[1].judgement.cost.makespan_seconds)
 
 
 def _fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:

@@ -100,10 +100,10 @@ def search(
             ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and where
             nothing is predicted to fit, but nearly, that is compiled (`autoshard.api.rounds`). None: the prediction decides.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
-            over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where that does not fit the fastest of a few;
+            over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where memory binds as many as make the step fastest;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
-        remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``:
-            what makes the step fit in the least predicted time, where nothing fits otherwise; ``"auto"``: the same wherever memory binds;
+        remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``
+            or ``"auto"``: where memory binds, what makes the step fastest, alone or in microbatches (`autoshard.api.exploring`);
             ``"full"``: all repeated layers; ``"replace"``: the least that fits, of the step without its own `jax.checkpoint`, if that is
             faster than with it; None: nothing but what these say. Results stay the same.
         offload: what is in the memory of hosts while it is not used (`autoshard.recompute.offload`, `autoshard.recompute.hosting`).

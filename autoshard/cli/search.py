@@ -95,15 +95,15 @@ def add(commands) -> None:
         metavar="N",
         type=microbatches,
         default="fit",
-        help="compute gradients of so many parts of the batch, one after the other; fit (default): of more than one where nothing fits "
-        "otherwise; auto: of 1, 2, 4 or 8, whichever is fastest",
+        help="compute gradients of so many parts of the batch, one after the other; fit (default): of more than one where memory binds "
+        "and that is fastest; auto: of 1, 2, 4 or 8, whichever is fastest",
     )
     parser.add_argument(
         "--remat",
         choices=("none", "fit", "auto", "full", "replace"),
         default="fit",
-        help="compute values of the forward pass again in the backward pass; fit (default): where nothing fits otherwise, in microbatches "
-        "either; auto: as far as memory binds, in the least time; full: all repeated layers; replace: instead of what the program's "
+        help="compute values of the forward pass again in the backward pass; fit (default) or auto: where memory binds and that is "
+        "fastest; full: all repeated layers; replace: instead of what the program's "
         "own checkpoints do, if that is faster; none: never",
     )
     parser.add_argument(
