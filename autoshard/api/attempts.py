@@ -82,7 +82,7 @@ class Attempts:
     prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
     is_hurried: bool = field(default=False, init=False)  # whether a search found nothing in its share of the time
     mesh_of_first: Mesh | None = field(default=None, init=False)  # on which the step as it is is fastest; other forms are compared on it
-    is_fresh: bool = field(default=True, init=False)  # whether nothing was searched yet
+    asked_for: set[tuple[Form, bool]] = field(default_factory=set, init=False)  # what was searched, and whether within the limit
     forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
     least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
 
@@ -113,6 +113,8 @@ class Attempts:
             if self.is_hurried and not error.proven:
                 raise OutOfTime(self._too_short()) from None
             raise self._advised(error) from None
+        except OutOfTime:
+            raise OutOfTime(self._too_short()) from None
 
     def _found(self) -> Found:
         """The best that is found in any form that was asked for, without the last resort."""
@@ -140,7 +142,8 @@ class Attempts:
             return forms_of(numbers, list(dict.fromkeys(some)), hosted)
 
         limit = self.asked.limit * (1 - RESERVE) if self.reserves else self.asked.limit
-        explored = partial(Exploration, search=self._searched, solution=lambda each: each[1], estimates=self._estimates, limit=limit)
+        how = {"search": self._searched, "solution": lambda each: each[1], "estimates": self._estimates}
+        explored = partial(Exploration, **how, limit=limit, is_timed=self.seconds is not None)
         if self.remat != "replace" or not (anew := list(chain(*self._options))):
             return explored(first, forms).best()
         ways = explored(first, forms), explored(replace(first, again=anew[0]), lambda: forms_of([n], anew, hosted))
@@ -168,6 +171,7 @@ class Attempts:
             peak_bytes=peak.nbytes,
             of=form,
             fixed_bytes=sum(held.get(value, 0.0) for value in arguments),
+            least_fixed_bytes=self._argument_bytes(),
             state_bytes=sum(held.get(arguments[position], 0.0) for position in self._state),
             adding_seconds=PASSES * gradients / device.memory_rate + _gathering_seconds(solution.judgement.cost),
             devices=problem.mesh.size,
@@ -209,10 +213,9 @@ class Attempts:
             "microbatches and recomputations could be searched. Use a longer time_limit_seconds, or a number of microbatches."
         )
 
-    def _share(self, left: float | None) -> float | None:
-        """The seconds that one search may take: half of what is left where others follow whatever it finds."""
-        follow = "auto" in (self.microbatches, self.remat, self.offload) or self.remat == "replace"
-        return left / 2 if left is not None and follow else left
+    def _share(self, left: float | None, limited: bool) -> float | None:
+        """The seconds that one search may take of those that are left: what may not fit a third, and half where others follow."""
+        return None if left is None else left / 3 if not limited else left / 2 if self._has_forms else left
 
     @property
     def _patience(self) -> float:
@@ -229,14 +232,15 @@ class Attempts:
         Args:
             limited: whether within the memory limit, or of whatever it holds.
         """
-        is_first = form == Form(self.first)
-        if not (is_first and self.is_fresh) and (left := self._left()) is not None and left <= self.asked.seconds["trace_seconds"]:
+        seconds = self._left()
+        is_needed = form == Form(self.first) and (form, limited) not in self.asked_for
+        self.asked_for.add((form, limited))
+        if not is_needed and seconds is not None and seconds <= self.asked.seconds["trace_seconds"]:
             self.is_hurried = True
             raise OutOfTime(self._too_short())
-        self.is_fresh = False
         prepared, made = self._form(form)
         quick = self.searcher.without_last_resort()
-        progress = timed(self.progress, self._share(self._left()), patience=self._patience)
+        progress = timed(self.progress, self._share(seconds, limited), patience=self._patience)
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
             self.prepared[id(prepared.facts)] = prepared

@@ -16,7 +16,7 @@ from itertools import product
 from typing import Generic, Protocol, TypeVar
 
 from autoshard.api.recomputing import AGAIN
-from autoshard.errors import InfeasibleError, NothingFasterError, SearchLimitError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, TraceError
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes
 from autoshard.search import Solution
@@ -63,6 +63,7 @@ class Estimates:
         seconds, peak_bytes: of that strategy.
         of: its form.
         fixed_bytes: the part of its peak that is arguments.
+        least_fixed_bytes: that part, were all of them split over all devices.
         state_bytes: what a device holds of optimizer state that could be on a host.
         adding_seconds: of adding up gradients of one microbatch more.
         devices: how many share what is computed again.
@@ -73,6 +74,7 @@ class Estimates:
     peak_bytes: float
     of: Form
     fixed_bytes: float
+    least_fixed_bytes: float
     state_bytes: float
     adding_seconds: float
     devices: float
@@ -96,6 +98,11 @@ class Estimates:
         if form.again is not None and form.again.seconds and form.microbatches == 1:
             return replace(self, devices=self.devices / max(0.1, 1 + missed * self.devices / form.again.seconds))
         return self
+
+    def within(self, least: float) -> Estimates:
+        """The estimates of strategies for which time does not count: arguments split over all devices, and what was the smallest peak."""
+        fixed = min(self.fixed_bytes, self.least_fixed_bytes)
+        return replace(self, fixed_bytes=fixed, peak_bytes=max(fixed, min(self.peak_bytes - self.fixed_bytes + fixed, least)))
 
     def _more(self, form: Form) -> float:
         hosted = self.state_bytes if form.hosted else 0.0
@@ -127,6 +134,7 @@ class Exploration(Generic[Found]):
         solution: of what a search finds.
         estimates: from what a search of a form finds.
         limit: bytes that a device may hold.
+        is_timed: whether a search ends since its share of the time is over.
         free: by form what was found without a limit.
         found: by form what was found that fits.
         refused: by form the smallest peak of what was found where nothing fits.
@@ -140,6 +148,7 @@ class Exploration(Generic[Found]):
     solution: Callable[[Found], Solution]
     estimates: Callable[[Form, Found], Estimates]
     limit: float
+    is_timed: bool = False
     free: dict[Form, Found] = field(default_factory=dict)
     found: dict[Form, Found] = field(default_factory=dict)
     refused: dict[Form, float] = field(default_factory=dict)
@@ -152,17 +161,32 @@ class Exploration(Generic[Found]):
         Raises:
             InfeasibleError: nothing fits in any form; says which were tried.
         """
-        if self._fits(free := self.search(self.first, False)):
-            return free
+        free = self.search(self.first, False)
+        is_early = bool(self.solution(free).stats.get("ended_early"))
+        if self._fits(free):
+            return self._improved(free) if is_early and self.is_timed else free
         self.free[self.first] = free
-        forms = [form for form in self.others() if form != self.first]
-        self._explore(forms, self.estimates(self.first, free))
-        failure = self._within_the_limit()
-        if not self.found and failure is not None:
-            self._must(forms, self.estimates(self.first, free))
+        forms, estimates = [form for form in self.others() if form != self.first], self.estimates(self.first, free)
+        failure = None
+        try:
+            if not is_early:
+                self._explore(forms, estimates)
+            failure = self._within_the_limit()
             if not self.found:
-                raise self._refusal(failure)
+                self._must(forms, self.estimates(self.first, free).within(self.refused.get(self.first, math.inf)))
+        except OutOfTime:
+            if not self.found:
+                raise
+        if not self.found and failure is not None:
+            raise self._refusal(failure)
         return min(self.found.values(), key=self._seconds)
+
+    def _improved(self, found: Found) -> Found:
+        """The better of what was found in a part of the time, and what is found in the rest of it."""
+        try:
+            return min(found, self.search(self.first, True), key=self._seconds)
+        except (InfeasibleError, OutOfTime):
+            return found
 
     def _fits(self, found: Found) -> bool:
         return self._peak(found) <= self.limit
@@ -185,6 +209,8 @@ class Exploration(Generic[Found]):
                 found = self.free[form] = self.search(form, False)
             except NothingFasterError:
                 continue
+            except OutOfTime:
+                return
             except (SearchLimitError, TraceError) as error:
                 self._leave_out(form, error, forms)
                 continue
@@ -225,6 +251,8 @@ class Exploration(Generic[Found]):
             left.remove(form)
             try:
                 self._priced(form)
+            except OutOfTime:
+                raise
             except (SearchLimitError, TraceError) as error:
                 self._leave_out(form, error, left)
                 continue

@@ -42,10 +42,11 @@ class Costs:
             return seconds * self.within, limit
 
         def estimates(form: Form, found: tuple[float, float]) -> Estimates:
-            return Estimates(*found, form, 20.0, 10.0, 0.1, 8, 1.0)
+            return Estimates(*found, form, 20.0, 20.0, 10.0, 0.1, 8, 1.0)
 
         def solution(found: tuple[float, float]):
-            return SimpleNamespace(judgement=SimpleNamespace(cost=SimpleNamespace(makespan_seconds=found[0], peak_bytes=found[1])))
+            cost = SimpleNamespace(makespan_seconds=found[0], peak_bytes=found[1])
+            return SimpleNamespace(stats={}, judgement=SimpleNamespace(cost=cost))
 
         forms = forms_of(numbers, remats, [False])
         return Exploration(forms[0], lambda: forms, search, solution, estimates, limit).best()
