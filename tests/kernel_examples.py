@@ -354,3 +354,22 @@ def on_cores(x):
         pltpu.sync_copy(near, o)
 
     return kernel(x)
+
+
+def masked(mask, x, y):
+    """Products of the blocks that a prefetched mask names."""
+    size = x.shape[0] // 4
+
+    def kernel(mask, x, y, o):
+        @pl.when(mask[pl.program_id(0), pl.program_id(1)] > 0)
+        def _():
+            o[...] = jnp.dot(x[...], y[...])
+
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(4, 4),
+        in_specs=[pl.BlockSpec((size, x.shape[1]), lambda i, j, _: (i, 0)), pl.BlockSpec((y.shape[0], size), lambda i, j, _: (0, j))],
+        out_specs=pl.BlockSpec((size, size), lambda i, j, _: (i, j)),
+    )
+    made = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, grid_spec=spec, out_shape=made, interpret=True)(mask, x, y)

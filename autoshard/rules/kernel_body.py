@@ -57,6 +57,7 @@ class Walk:
         products: floating point operations of matrix products in a program, on average over those that are walked, by the sizes of the
             operands: rows, columns, and what is contracted.
         vector_flops: those of everything else.
+        values: by operand that programs have whole its integers, where they are known; those that are looked up are then integers, too.
         sure: whether it is known how often what is walked now runs.
         guessed: how what is not known of the work counts, in words.
         written: the arguments that are overwritten before they are read, by all programs that are walked.
@@ -64,6 +65,7 @@ class Walk:
     """
 
     positions: Mapping[int, np.ndarray]
+    values: Mapping[int, np.ndarray] = field(default_factory=dict)
     used: list[np.ndarray] = field(default_factory=list)
     read: defaultdict[int, list[tuple[np.ndarray | None, ...]]] = field(default_factory=lambda: defaultdict(list))
     products: Counter[Sizes] = field(default_factory=Counter)
@@ -182,8 +184,8 @@ class Walk:
                 axes |= each
         return frozenset(axes)
 
-    def _touch(self, eqn: JaxprEqn, operands: Sequence[Known], times: np.ndarray, body: Jaxpr) -> frozenset[int] | None:
-        """Notes what an equation does with memory; the axes from whose positions it looks up a scalar, None where it does not."""
+    def _touch(self, eqn: JaxprEqn, operands: Sequence[Known], times: np.ndarray, body: Jaxpr) -> Known | None:
+        """Notes what an equation does with memory; the scalar that it looks up, or the axes from whose positions it does, or None."""
         name = eqn.primitive.name
         for place, memory in enumerate(operands):
             if not isinstance(memory, Memory):
@@ -191,6 +193,9 @@ class Walk:
             if memory.prefetched:
                 position = _position(eqn, operands) if name == "get" else ()
                 self.read[memory.number].append(position)
+                if position and memory.number in self.values and all(x is not None for x in position):
+                    values = self.values[memory.number]
+                    return values[tuple(np.clip(x, 0, size - 1) for x, size in zip(position, values.shape, strict=True))]  # type: ignore
                 if position:
                     known = (~axis for x in position if x is not None for axis in varying_axes(x))
                     return frozenset(known).union(*(x for x in operands if isinstance(x, frozenset)))

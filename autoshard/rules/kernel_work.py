@@ -13,12 +13,17 @@ from autoshard.ir import Rule
 from autoshard.ir.kernel import Kernel
 from autoshard.rules import attention
 from autoshard.rules.declared import declared_of
-from autoshard.rules.kernel_body import NOTHING, Walk
-from autoshard.rules.kernels import Grid, block_size, grid_of, has_numbers, kernel_rule
+from autoshard.rules.kernel_body import LARGEST, NOTHING, Walk
+from autoshard.rules.kernels import Grid, block_size, counted, grid_of, has_numbers, kernel_rule
 
 
-def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = ()) -> Kernel | None:
-    """The work of a whole call of a kernel, and its rule where that depends on which results nobody reads; None of another primitive."""
+def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = (), constants: Mapping[int, Any] | None = None) -> Kernel | None:
+    """The work of a whole call of a kernel, and its rule where that depends on which results nobody reads; None of another primitive.
+
+    Args:
+        unread: the numbers of these results.
+        constants: by number of an operand its array, where that is one of the program's constants.
+    """
     types = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
     match name := eqn.primitive.name:
         case "custom_partitioning":
@@ -27,14 +32,22 @@ def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = ()) -> Kernel | None:
         case attention.FORWARD | attention.BACKWARD:
             return attention.attention_kernel(name, eqn.params, *types)
         case "pallas_call":
-            return _pallas(eqn.params, kernel_rule(eqn.params, [aval.shape for aval in types[0]], unread), unread)
+            rule = kernel_rule(eqn.params, [aval.shape for aval in types[0]], unread)
+            return _pallas(eqn.params, rule, unread, _integers(eqn, constants or {}))
         case "mpmd_map":
             return _on_cores(eqn)
     given = declared_of(name, eqn.params)
     return given and given.kernel(*types)
 
 
-def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> Kernel:
+def _integers(eqn: JaxprEqn, constants: Mapping[int, Any]) -> dict[int, np.ndarray]:
+    """By argument of a kernel's body its integers, of constants such as the blocks of a mask."""
+    mapping = eqn.params["grid_mapping"]
+    first = len(eqn.invars) - mapping.num_inputs - mapping.num_index_operands
+    return {n - first: np.asarray(x) for n, x in constants.items() if n >= first and x.dtype.kind in "iub" and 0 < x.size <= LARGEST}
+
+
+def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...], values: Mapping[int, np.ndarray]) -> Kernel:
     """The work of a `pl.pallas_call`: that of its `pl.CostEstimate`, and without one that of a program times the number of programs.
 
     A loop or a grid axis of a length that is not known counts once, and a branch that depends on data as its largest.
@@ -42,10 +55,11 @@ def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> K
     mapping, grid = params["grid_mapping"], grid_of(params, unread)
     bytes_of = [_block_bytes(block) for block in mapping.block_mappings]
     programs = math.prod(size for size in mapping.grid if isinstance(size, int))
-    matrix, vector = programs * grid.walk.matrix_flops, programs * grid.walk.vector_flops
-    nbytes = float(sum(map(math.prod, zip(grid.loads, bytes_of, strict=True))))
+    loads, walk = counted(params, values) if values else (grid.loads, grid.walk)
+    matrix, vector = programs * walk.matrix_flops, programs * walk.vector_flops
+    nbytes = float(sum(map(math.prod, zip(loads, bytes_of, strict=True))))
     dtype = _product_dtype(params["jaxpr"]) or max(mapping.block_mappings, key=_block_bytes).array_aval.dtype.name
-    guessed = tuple(sorted(grid.walk.guessed))
+    guessed = tuple(sorted(walk.guessed))
     if not all(isinstance(size, int) for size in mapping.grid):
         guessed = (*guessed, "an axis of the grid whose length is known when it runs counts as one program")
     if (estimate := params.get("cost_estimate")) is not None:
@@ -54,8 +68,8 @@ def _pallas(params: Mapping[str, Any], rule: Rule, unread: tuple[int, ...]) -> K
     whole = tuple(f"grid axis {axis} is not split, since {reason}" for axis, reason in grid.whole.items())
     if not grid.ways and not whole:
         whole = ("it is one program, without a grid",)
-    counted = grid.walk.matrix_flops
-    products = tuple((flops / counted, sizes) for sizes, flops in sorted(grid.walk.products.items())) if counted else ()
+    total = walk.matrix_flops
+    products = tuple((flops / total, sizes) for sizes, flops in sorted(walk.products.items())) if total else ()
     limit = getattr(params.get("compiler_params"), "vmem_limit_bytes", None) or 0.0
     near = _near_bytes(params, grid), limit
     return Kernel(matrix, vector, dtype, nbytes, bool(params["interpret"]), rule, whole, unread, guessed, products, *near)

@@ -112,6 +112,16 @@ def grid_of(params: Mapping[str, Any], unread: tuple[int, ...] = ()) -> Grid:
     return _read(params["jaxpr"], params["grid_mapping"], parallel, params.get("mesh") is not None, unread)
 
 
+def counted(params: Mapping[str, Any], values: Mapping[int, np.ndarray]) -> tuple[tuple[int, ...], Walk]:
+    """How often a block of each tensor is loaded or stored, and a walk over all programs, where integers of some operands are known.
+
+    Args:
+        values: by argument of the body, such as the blocks of a mask that are not empty.
+    """
+    call = _Call(params["jaxpr"], params["grid_mapping"], values=values)
+    return tuple(call.loads), call.walk
+
+
 @lru_cache(512)
 def _read(body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, unread: tuple[int, ...]) -> Grid:
     call = _Call(body, mapping, declared, meshed, unread)
@@ -149,12 +159,20 @@ class _Call:
         walk: of the index maps and of the body, over all programs.
     """
 
-    def __init__(self, body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, unread: tuple[int, ...]):
+    def __init__(
+        self,
+        body: Jaxpr,
+        mapping: Any,
+        declared: tuple[bool, ...] = (),
+        meshed: bool = False,
+        unread: tuple[int, ...] = (),
+        values: Mapping[int, np.ndarray] | None = None,
+    ):
         self.body, self.mapping, self.meshed, self.unread = body, mapping, meshed, unread
         self.own = [axis for axis in range(len(mapping.grid)) if axis not in mapping.vmapped_dims]
         self.parallel = {axis for axis, parallel in zip(self.own, declared, strict=False) if parallel}
-        self.walk = self._walk({axis: np.arange(size) for axis, size in enumerate(mapping.grid) if isinstance(size, int)})
-        maps = Walk({})
+        self.walk = self._walk({axis: np.arange(size) for axis, size in enumerate(mapping.grid) if isinstance(size, int)}, values)
+        maps = Walk({}, values or {})
         blocks = [self._block_indices(each, maps) for each in mapping.block_mappings]
         self.indices = [[*self._dimensions(each, found)] for each, found in zip(mapping.block_mappings, blocks, strict=True)]
         self.loads = [self._loads(found) for found in blocks]
@@ -166,9 +184,9 @@ class _Call:
 
     # -- what is read -------------------------------------------------------------------------------------------------------
 
-    def _walk(self, positions: Mapping[int, np.ndarray]) -> Walk:
+    def _walk(self, positions: Mapping[int, np.ndarray], values: Mapping[int, np.ndarray] | None = None) -> Walk:
         """A walk over the programs at some positions of the grid's axes."""
-        return Walk({number: self._along(axis, positions[axis]) for number, axis in enumerate(self.own) if axis in positions})
+        return Walk({number: self._along(axis, positions[axis]) for number, axis in enumerate(self.own) if axis in positions}, values or {})
 
     def _along(self, axis: int, positions: np.ndarray) -> np.ndarray:
         return positions.reshape([-1 if k == axis else 1 for k in range(len(self.mapping.grid))])

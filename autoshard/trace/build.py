@@ -95,6 +95,7 @@ class _Flat:
         self.literals: dict[int, Any] = {}
         self.constants: dict[int, Any] = {}
         self.assumptions: list[str] = []
+        self.outside: dict[int, int] = {}  # by input of a body the array around it that it is, in all trips
         self._captured: dict[int, int] = {}  # a constant captured twice is one value
         self._mapped: tuple[tuple[str, int], ...] = ()  # the axes of the shard_map around
         self._origins = Origins()
@@ -182,6 +183,7 @@ class _Flat:
         blocks = tuple(self.block(body, (*path, b), trips * inner, outer, origin.name_stack) for b, body in enumerate(bodies))
         for block in blocks:
             block.trips = inner
+            self.outside.update(zip(block.inputs, _unchanged(eqn, operands), strict=False))
         results = blocks[0].outputs if is_call(eqn.primitive.name) else [self._new(v.aval) for v in eqn.outvars]
         return _Step(eqn, operands, results, origin, path, trips, blocks, self._mapped)
 
@@ -197,6 +199,16 @@ class _Flat:
                     self.assumptions.append(f"The while loop at {origin} is counted as one trip: how often it runs depends on data.")
                 return 1 if trips is None else trips
         return 1
+
+
+def _unchanged(eqn: JaxprEqn, operands: list[int]) -> list[int]:
+    """The operands that the first inputs of each body are, in all trips."""
+    match eqn.primitive.name:
+        case "scan":
+            return operands[: num_consts(eqn.params)]
+        case "cond":
+            return operands[1:]
+    return operands if is_call(eqn.primitive.name) else []
 
 
 def _sweep(steps: list[_Step], live: bytearray) -> list[_Step]:
@@ -286,6 +298,12 @@ class _Emitter:
             self.constants.append(number)
         return number
 
+    def _constant(self, array: int) -> Any:
+        """The array of a captured constant, in loops as outside of them; None of another one."""
+        while array in self.flat.outside:
+            array = self.flat.outside[array]
+        return self.flat.constants.get(array)
+
     def _all(self, arrays: Sequence[int]) -> tuple[int, ...]:
         return tuple([self._number(array) for array in arrays])
 
@@ -317,7 +335,8 @@ class _Emitter:
         equation = None if isinstance(eqn, Boundary) else eqn
         described = eqn.primitive.name, operands, results, eqn.params, step.origin, step.path, step.trips
         unread = tuple(k for k, result in enumerate(step.results) if not self.live[result])
-        kernel = equation and kernel_of(equation, unread)
+        constants = {k: x for k, operand in enumerate(step.operands) if (x := self._constant(operand)) is not None}
+        kernel = equation and kernel_of(equation, unread, constants)
         if kernel and kernel.guessed:
             guess = "; ".join(kernel.guessed)
             self.flat.assumptions.append(f"The work of the kernel at {step.origin} is a guess, which cost_estimate= replaces: {guess}.")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from kernel_examples import causal, grouped_gradient, on_cores, piped, running_sum, up_to_itself
+from kernel_examples import causal, grouped_gradient, masked, on_cores, piped, running_sum, up_to_itself
 from rule_examples import example
 
 import autoshard
@@ -135,6 +135,21 @@ def test_what_a_position_leaves_out_is_not_work():
     x = np.ones((8, 8), np.float32)
     for function in (causal, up_to_itself):
         assert kernel_of(kernel_in(function, x, x)).matrix_flops == 10 * 2 * 2 * 8 * 2
+
+
+def test_what_a_constant_mask_leaves_out_is_not_work():
+    """Blocks of a mask that is a constant of the program, in a loop and a checkpoint, too; of one that is data all count, which is said."""
+    mask, x = jnp.asarray(np.tril(np.ones((4, 4), np.int32))), np.ones((8, 8), np.float32)
+
+    def step(x, mask=mask):
+        return jax.lax.scan(jax.checkpoint(lambda h, _: (masked(mask, h, x), None)), x, None, length=3)[0]
+
+    def work(*args):
+        graph = trace(step, *args).graph
+        (found,) = (op.kernel.matrix_flops for op in graph.walk() if op.kernel)
+        return found, len(graph.assumptions)
+
+    assert work(x) == (10 * 2 * 2 * 8 * 2, 0) and work(x, mask) == (16 * 2 * 2 * 8 * 2, 1)
 
 
 def test_work_that_depends_on_data_is_said_to_be_a_guess():
