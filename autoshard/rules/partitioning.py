@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -29,6 +30,18 @@ def declared(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rul
     """The author's rule, ``"b q d, b k d -> b q d"`` as ``([b, q, d], [b, k, d])->([b, q, d])``; None without one."""
     if (given := getattr(params["partition"], "declared", None)) is not None:
         return given.rule([v.shape for v in operands], [v.shape for v in results], *[v.dtype for v in results[:1]])
+    call = params["call"]
+    if call not in _FOUND:
+        _FOUND[call] = _authored(params)
+    return _FOUND[call]
+
+
+_FOUND: WeakKeyDictionary[Any, Rule | None] = WeakKeyDictionary()
+"""By the traced function of a call its author's rule, since a callback may take long."""
+
+
+def _authored(params: Mapping[str, Any]) -> Rule | None:
+    """The author's rule, as far as his callback agrees."""
     call = params["call"]
     shapes = [[jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in side] for side in (call.in_avals, call.out_avals)]
     if (given := _given(params, *shapes)) is None:

@@ -88,3 +88,16 @@ def test_a_function_that_partitions_itself_runs_on_shards(lowering):
         step = strategy.apply(lambda q, k, v, of=function: of(q, k, v) * 1, lowering=lowering)
         np.testing.assert_allclose(step(q, k, v), expected, rtol=1e-5, atol=1e-6)
         assert strategy.cost.flops < 2 * 2 * 8 * 6 * 10 * 4 / 3
+
+
+def test_a_callback_is_asked_once_a_factor():
+    """For the rule, for whether it splits anything, and in several searches of one trace."""
+    asked = []
+
+    def partition(mesh, arguments, result):
+        asked.append(str(result.sharding.spec))
+        return mesh, attend, result.sharding, tuple(each.sharding for each in arguments)
+
+    function = partitioning(NAMED, partition, need_replication_factors=WHOLE)
+    strategy = autoshard.search(lambda *x: function(*x), *arrays(), cluster="cpu:8")
+    assert strategy.cost.flops and len(asked) == len(set(asked)) == 2
