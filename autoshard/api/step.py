@@ -292,11 +292,15 @@ class Step(Sharded):
         """The program on flat arguments, sharded as the record says; derivatives, where asked for, are lowered by constraints."""
         graph = traced.graph
         program = traced.jaxpr, graph, rules, self._record.assignment, mesh, path
-        constraints = functools.partial(constrained, *program, differentiable=differentiable)
+        before = traced.undivided
+        as_written = differentiable and before is not None and before.jaxpr.in_avals == traced.jaxpr.in_avals
+        constraints = functools.partial(constrained, *program, differentiable=differentiable and not as_written)
         acts = any(op.equation is not None and op.equation.effects for op in graph.walk())
-        if self._lowering == "constraints" or obstacle(graph, mesh) is not None or (differentiable and acts):
-            return constraints()
-        return derived_from(manual_program(*program), constraints) if differentiable else manual_program(*program)
+        by_constraints = self._lowering == "constraints" or obstacle(graph, mesh) is not None or (differentiable and acts)
+        found = constraints() if by_constraints else manual_program(*program)
+        if as_written and before is not None:  # its loops of further rounds have no derivatives
+            return derived_from(found, lambda: jaxpr_as_fun(before.jaxpr))
+        return derived_from(found, constraints) if differentiable and not by_constraints else found
 
     def _weak_before(self, args: tuple) -> tuple[bool, ...] | None:
         """Which leaves were weakly typed in the first call with arguments that are like these but for that; None: there was none."""

@@ -28,6 +28,7 @@ from autoshard.recompute.flat import Atom, Flat, flat
 from autoshard.recompute.loops import Pair, pairs
 from autoshard.recompute.regions import jaxpr_of
 from autoshard.rewrite.options import Rewriting
+from autoshard.rewrite.packed import is_packable
 from autoshard.rewrite.region import GROUPED, regions_of
 from autoshard.rewrite.rounds import in_rounds
 from autoshard.rewrite.slots import capacity_of
@@ -118,7 +119,7 @@ class _Program:
         self, eqns: Sequence[JaxprEqn], ops: Sequence[Op], outputs: Sequence[Atom], turn: int, later: Sequence[Var] = ()
     ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
         """The equations before and from ``turn`` on, on packed rows."""
-        regions = regions_of(eqns, ops, self.rules)
+        regions = regions_of(eqns, ops, self.rules, is_packable)
         slots = [capacity_of(region.rows, region.experts, self.balance) for region in regions]
         self.packed.extend((region.experts, capacity) for region, capacity in zip(regions, slots, strict=True))
         return in_rounds(eqns, outputs, regions, slots, turn, later)

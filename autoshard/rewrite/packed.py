@@ -16,6 +16,7 @@ from autoshard.lower import bind_unplaced
 from autoshard.rewrite.region import Step
 from autoshard.rewrite.slots import Slots
 
+PROBE = 3  # slots of an expert, of which it is found out whether an equation runs on packed rows
 DROPPED = lax.GatherScatterMode.FILL_OR_DROP
 
 
@@ -203,6 +204,25 @@ def _into(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
     found = bind_unplaced(eqn, [_joined(x, dim), places, updates], mode=DROPPED, indices_are_sorted=False)[0]
     found = found.reshape(*found.shape[:dim], slots.experts, slots.capacity, *found.shape[dim + 1 :])
     return jnp.moveaxis(found, dim, 0)
+
+
+def is_packable(eqn: Any, step: Step, sizes: Any, rows: int) -> bool:
+    """Whether an equation gives what its step says on fewer rows; so sizes among its parameters that are not known are found."""
+    slots = Slots(jax.ShapeDtypeStruct(sizes.aval.shape, sizes.aval.dtype), rows, PROBE)
+
+    def type_of(v: Any, dim: int | None) -> Any:
+        return v.aval if dim is None else packed_type(v, slots.experts, PROBE, dim)
+
+    def function(sizes: Any, *operands: Any) -> list[Any]:
+        return evaluated(eqn, step, operands, Slots(sizes, rows, PROBE))
+
+    given = [type_of(v, dim) for v, dim in zip(eqn.invars, step.reads, strict=True)]
+    try:
+        made = jax.eval_shape(function, slots.sizes, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given))
+    except (TypeError, ValueError, NotImplementedError):  # what JAX raises for parameters that are not of these shapes
+        return False
+    wanted = [type_of(v, dim) for v, dim in zip(eqn.outvars, step.makes, strict=True)]
+    return [(each.shape, each.dtype) for each in made] == [(each.shape, each.dtype) for each in wanted]
 
 
 def packed_type(v: Any, experts: int, capacity: int, dim: int) -> Any:

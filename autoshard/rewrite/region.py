@@ -14,7 +14,7 @@ order in which tokens are sorted rather than the sorted tokens, which so are loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,10 @@ class Step:
     makes: Dims
 
 
+Packable = Callable[[JaxprEqn, Step, Var, int], bool]
+"""Whether an equation runs as a step, by the sizes and the number of rows."""
+
+
 @dataclass(slots=True)
 class Region:
     """The equations that are computed on rows packed by the same sizes.
@@ -66,6 +70,7 @@ class Region:
     Attributes:
         sizes: how many rows each expert has.
         experts, rows: how many there are.
+        packable: whether an equation runs as a step.
         steps: by the number of the equation.
         dims: per value that is made packed its row dimension.
         begun: those of the steps that come before the products, whose results are computed on sorted rows, too, where they are read.
@@ -74,6 +79,7 @@ class Region:
     sizes: Var
     experts: int
     rows: int
+    packable: Packable
     steps: dict[int, Step] = field(default_factory=dict)
     dims: dict[Var, int] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)
@@ -82,22 +88,27 @@ class Region:
         self.steps[k] = step
         self.dims.update(with_rows(eqn.outvars, step.makes))
 
+    def runs(self, eqn: JaxprEqn, step: Step) -> bool:
+        """Whether an equation runs as a step; elementwise ones do."""
+        return primitive(eqn.primitive.name).kind == "elementwise" or self.packable(eqn, step, self.sizes, self.rows)
+
     def makes(self, v: Any, dim: int) -> bool:
         """Whether a value is made packed along this dimension."""
         return not isinstance(v, Literal) and self.dims.get(v) == dim
 
 
-def regions_of(eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule | None]) -> list[Region]:
+def regions_of(eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule | None], packable: Packable) -> list[Region]:
     """The regions of a list of equations; ``rules`` has a rule per op of the program."""
     found: dict[Var, Region] = {}
     inside: dict[Var, Region] = {}
     for k, (eqn, op) in enumerate(zip(eqns, ops, strict=True)):
         if (step := _grouped(eqn)) is not None:
-            region = _of(eqn, step)
+            region = _of(eqn, step, packable)
             region = found.setdefault(region.sizes, region)
         else:
             region = next((inside[v] for v in variables(eqn.invars) if v in inside), None)
             step = None if region is None else _following(region, eqn, rules[op.index])
+            step = step if step is None or region is None or region.runs(eqn, step) else None
         if region is not None and step is not None:
             region.add(k, eqn, step)
             inside.update(dict.fromkeys((v for v in eqn.outvars if v in region.dims), region))
@@ -108,10 +119,10 @@ def regions_of(eqns: Sequence[JaxprEqn], ops: Sequence[Op], rules: Sequence[Rule
     return [*found.values()]
 
 
-def _of(eqn: Any, step: Step) -> Region:
+def _of(eqn: Any, step: Step, packable: Packable) -> Region:
     """The region of a grouped product, still without steps."""
     lhs, _, sizes = eqn.invars
-    return Region(sizes, sizes.aval.shape[0], lhs.aval.shape[step.reads[0]])
+    return Region(sizes, sizes.aval.shape[0], lhs.aval.shape[step.reads[0]], packable)
 
 
 def entering(region: Region, eqns: Sequence[JaxprEqn]) -> dict[tuple[Var, int], int]:
@@ -248,6 +259,7 @@ class _Beginning:
             return None
         if is_scatter(eqn.primitive.name) and eqn.params["dimension_numbers"].scatter_dims_to_operand_dims == (dim,):
             inserted = dim in eqn.params["dimension_numbers"].inserted_window_dims
-            return (k, Step("into", (dim, None, None), (dim,))) if inserted else None
+            step = Step("into", (dim, None, None), (dim,))
+            return (k, step) if inserted and self.region.runs(eqn, step) else None
         step = _along(eqn, rule, factors[0])
-        return (k, step) if step is not None and step.kind == "row" else None
+        return (k, step) if step is not None and step.kind == "row" and self.region.runs(eqn, step) else None

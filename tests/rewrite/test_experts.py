@@ -12,10 +12,15 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import ShardingError, TraceError
+from autoshard.lower import ops_by_path
 from autoshard.microbatch import microbatched
+from autoshard.recompute.flat import flat
 from autoshard.rewrite import divided, from_json, rewritten, to_json
 from autoshard.rewrite.experts import PackedExperts
+from autoshard.rewrite.packed import is_packable
+from autoshard.rewrite.region import Step, regions_of
 from autoshard.rewrite.slots import Slots
+from autoshard.rules import rules_of
 from autoshard.trace import trace
 
 EXPERTS, ROWS, WIDTH, HIDDEN = 4, 12, 8, 16
@@ -161,6 +166,35 @@ def test_experts_are_split_as_those_with_a_capacity_are():
     assert not autoshard.search(dropless, *args, cluster="v5e:4x4", donate_argnums=0, balance=None).record.program.rewrites
     with pytest.raises(ShardingError, match=r"at least 1; got 0\.9"):
         autoshard.search(dropless, *args, cluster="v5e:4x4", balance=0.9)
+
+
+def test_what_does_not_run_on_other_rows_is_not_packed():
+    """An equation whose parameters have its number of rows in a way that is not known leaves the rows in sorted order."""
+    p, x = arguments()
+    traced = trace(scattered, p, x, jnp.asarray(LOADS["equal"]))
+    ops, rules = ops_by_path(traced.graph), rules_of(traced.graph)
+    whole = flat(traced.jaxpr, ops)
+    found = [
+        {whole.eqns[k].primitive.name for region in regions_of(whole.eqns, whole.ops, rules, packable) for k in region.steps}
+        for packable in (is_packable, lambda *_: False)
+    ]
+    assert "gather" in found[0] and "scatter-add" in found[0]
+    assert "ragged_dot_general" in found[1] and not {"gather", "scatter-add"} & found[1]
+    (eqn,) = (eqn for eqn in whole.eqns if eqn.primitive.name == "scatter-add" and eqn.outvars[0].aval.shape == (ROWS, WIDTH))
+    sizes = next(eqn.invars[2] for eqn in whole.eqns if eqn.primitive.name == "ragged_dot_general")
+    assert is_packable(eqn, Step("scatter", (None, 0, 0), (None,)), sizes, ROWS)
+    assert not is_packable(eqn, Step("row", (0, 0, None), (0,)), sizes, ROWS)
+
+
+def test_derivatives_are_those_of_the_program_as_it_is_written():
+    """A packed layer, whose loops have no derivatives, is differentiated from outside."""
+    p, x = arguments()
+    args, pins = (p, x, jnp.asarray(LOADS["all of one"])), dict.fromkeys(("p['up']", "p['down']"), P("data"))
+    strategy = autoshard.search(scattered, *args, cluster="cpu:4", mesh={"data": 4}, pins=pins)
+    assert strategy.record.program.rewrites
+    grads = [jax.grad(lambda p, x, expert, f=f: jnp.sum(f(p, x, expert) ** 2))(*args) for f in (scattered, strategy.apply(scattered))]
+    for one, other in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3 * float(np.abs(one).max()))
 
 
 def test_microbatches_are_packed_by_themselves():
