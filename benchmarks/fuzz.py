@@ -5,6 +5,8 @@ a given sharding and a random legal assignment: numbers on 8 virtual CPU devices
 processes of their own, so that a compiler that aborts is a failure of one program. Every failure is shrunk and printed as a test
 that can be pasted into ``tests/test_fuzz_regressions.py``.
 
+With ``--padded`` programs have sizes that the devices do not divide, and all of their dimensions are padded (`autoshard.rewrite.padding`).
+
 A program is made from ``seed`` and its number alone: ``--only 17`` repeats one.
 """
 
@@ -46,42 +48,42 @@ class Outcome:
     text: str = ""
 
 
-def program(seed: int, number: int):
+def program(seed: int, number: int, odd: bool):
     """The program of a seed and number."""
     from fuzz import random_program
 
-    return random_program(random.Random(f"{seed}-{number}"))
+    return random_program(random.Random(f"{seed}-{number}"), odd)
 
 
-def work(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> None:
+def work(seed: int, numbers: Sequence[int], shrink: bool, run: bool, padded: bool) -> None:
     """Checks programs one after the other and says so on standard output, a line of JSON each; run in a worker."""
     import jax
     from fuzz import shrunk
 
     for done, number in enumerate(numbers):
-        found = program(seed, number)
+        found = program(seed, number, padded)
         print(json.dumps({"number": number, "start": str(found)}), flush=True)
-        wrong = _failure(found, run)
+        wrong = _failure(found, run, padded)
         if wrong is not None and shrink:
-            found = shrunk(found, partial(_fails_alike, wrong, run and "collectives" not in wrong, time.monotonic() + SECONDS / 2))
-            wrong = _failure(found, run) or wrong
+            found = shrunk(found, partial(_fails_alike, wrong, run and "collectives" not in wrong, padded, time.monotonic() + SECONDS / 2))
+            wrong = _failure(found, run, padded) or wrong
         print(json.dumps({"number": number, "failure": wrong, "text": str(found)}), flush=True)
         if done % 20 == 19:
             jax.clear_caches()
 
 
-def _failure(candidate: Any, run: bool, only: str | None = None) -> str | None:
+def _failure(candidate: Any, run: bool, padded: bool, only: str | None = None) -> str | None:
     try:
-        candidate.check(run=run, only=only)
+        candidate.check(run=run, only=only, padded=padded)
     except Exception as error:  # whatever goes wrong is what is looked for
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _fails_alike(wrong: str, run: bool, stop: float, candidate: Any) -> bool:
+def _fails_alike(wrong: str, run: bool, padded: bool, stop: float, candidate: Any) -> bool:
     """Whether a smaller program goes wrong in the same way, if there is time left to ask."""
     named = re.search(r" of (.*?): ", wrong) if wrong.startswith("Mismatch") else None
-    return time.monotonic() < stop and _kind(_failure(candidate, run, named and named[1]) or "") == _kind(wrong)
+    return time.monotonic() < stop and _kind(_failure(candidate, run, padded, named and named[1]) or "") == _kind(wrong)
 
 
 def _kind(failure: str) -> str:
@@ -89,13 +91,13 @@ def _kind(failure: str) -> str:
     return re.sub(r"(: |\d|').*", "", failure.replace(": ", " ", 1))[:60]
 
 
-def outcomes(seed: int, numbers: Sequence[int], shrink: bool, run: bool, processes: int) -> Iterator[Outcome]:
+def outcomes(seed: int, numbers: Sequence[int], shrink: bool, run: bool, padded: bool, processes: int) -> Iterator[Outcome]:
     """The outcome of every program, as workers finish them."""
     found: queue.Queue[Outcome | None] = queue.Queue()
 
     def share(mine: Sequence[int]) -> None:
         try:
-            for outcome in _worked(seed, mine, shrink, run):
+            for outcome in _worked(seed, mine, shrink, run, padded):
                 found.put(outcome)
         finally:
             found.put(None)
@@ -108,7 +110,7 @@ def outcomes(seed: int, numbers: Sequence[int], shrink: bool, run: bool, process
             yield outcome
 
 
-def _worked(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> Iterator[Outcome]:
+def _worked(seed: int, numbers: Sequence[int], shrink: bool, run: bool, padded: bool) -> Iterator[Outcome]:
     """The outcomes of one worker's programs, in order; a worker that dies is replaced after the program that killed it."""
     left = list(numbers)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS, "PYTHONPATH": str(TESTS)}
@@ -116,6 +118,7 @@ def _worked(seed: int, numbers: Sequence[int], shrink: bool, run: bool) -> Itera
         command = [sys.executable, "-m", "benchmarks.fuzz", "--worker", ",".join(map(str, left)), "--seed", str(seed)]
         command += [] if shrink else ["--no-shrink"]
         command += [] if run else ["--no-run"]
+        command += ["--padded"] if padded else []
         with tempfile.TemporaryFile("w+") as complaints:
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints, text=True, env=environment) as worker:
                 text = ""
@@ -159,17 +162,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="how many at once (default: one a core)")
     parser.add_argument("--no-shrink", action="store_true", help="print failing programs as they are")
     parser.add_argument("--no-run", action="store_true", help="compare collectives alone, which takes a fraction of the time")
+    parser.add_argument("--padded", action="store_true", help="odd sizes, padded so that eight devices divide them")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     shrink, run = not options.no_shrink, not options.no_run
     if options.worker:
-        work(options.seed, [int(number) for number in options.worker.split(",")], shrink, run)
+        work(options.seed, [int(number) for number in options.worker.split(",")], shrink, run, options.padded)
         return 0
     numbers = [options.only] if options.only is not None else range(options.first, options.first + options.programs)
     failures: list[Outcome] = []
     with progress_bar() as progress:
         task = progress.add_task("programs", total=len(numbers))
-        for outcome in outcomes(options.seed, numbers, shrink, run, options.processes):
+        for outcome in outcomes(options.seed, numbers, shrink, run, options.padded, options.processes):
             if outcome.failure is not None:
                 failures.append(outcome)
                 print(f"# program {outcome.number} of seed {options.seed}: {outcome.failure}\n{outcome.text}\n", flush=True)

@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="some cases of each group")
     parser.add_argument("--groups", metavar="NAME,...", help="some groups only")
     parser.add_argument("--random", type=int, default=2, metavar="N", help="how often each is sharded at random (default 2)")
+    parser.add_argument("--padded", action="store_true", help="padded at random on one device, in place of sharded")
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="workers (default 2)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(argv)
@@ -93,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     with progress_bar(options.json) as progress:
         task = progress.add_task("", total=len(names))
-        for batch in sweep(names, options.random, options.processes):
+        for batch in sweep(names, options.random, options.processes, options.padded):
             outcomes += batch
             progress.update(task, description=batch[-1].group, advance=len(batch))
     seconds = time.perf_counter() - started

@@ -35,13 +35,17 @@ from typing import IO, Any, TypeVar
 import jax
 import numpy as np
 from jax._src.internal_test_util.test_harnesses import Harness, all_harnesses  # the yardstick has no public home
+from jax.extend.core import jaxpr_as_fun
 from problems import eager_cluster
 from random_assignments import random_assignment
+from rewrite.padding_checks import padded as padded_program
+from rewrite.padding_checks import some_dims, with_garbage
 
 import autoshard
 from autoshard.ir import Assignment, Mesh, Rule, replicated
 from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh, manual_program
+from autoshard.rewrite.extents import resized
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace
 
@@ -76,7 +80,7 @@ class Outcome:
         name: the harness's.
         status: ``equal``, or what it did not get beyond: ``trace``, ``search``, ``lower``, ``run`` (compiling included), ``compare``, and
             ``crash`` where the process ended; ``unsupported`` where JAX cannot run the plain function on this platform.
-        sharded: of ``search`` and ``random``, those in which any value was sharded.
+        sharded: of ``search`` and ``random``, those in which any value was sharded; ``padded`` where any was padded.
         message: why it is not equal.
         seconds: its share of the time.
     """
@@ -98,7 +102,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """One sharded form of a case; ``kind`` is ``search`` or ``random``."""
+    """One form of a case; ``kind`` is ``search`` or ``random``, as it is sharded, or ``padded``."""
 
     name: str
     kind: str
@@ -132,8 +136,8 @@ def batches(names: Sequence[str], size: int = BATCH) -> Iterator[list[str]]:
 # -- one batch of cases, in this process ---------------------------------------------------------------------------------
 
 
-def check(names: Sequence[str], n_random: int = 1) -> list[Outcome]:
-    """What becomes of the cases, compiled together; each is searched, and sharded at random so many times."""
+def check(names: Sequence[str], n_random: int = 1, padded: bool = False) -> list[Outcome]:
+    """What becomes of the cases, compiled together; each is searched, and sharded at random so many times, or padded at random instead."""
     started = time.perf_counter()
     arguments = {name: _arguments(name) for name in names}
     wanted = dict(zip(names, each(functools.partial(_plain, arguments), names), strict=True))
@@ -144,7 +148,7 @@ def check(names: Sequence[str], n_random: int = 1) -> list[Outcome]:
             found[name] = Outcome(name, "unsupported", message=_said(results))
             continue
         try:
-            forms = _programs(name, arguments[name], n_random)
+            forms = _padded(name, arguments[name]) if padded else _programs(name, arguments[name], n_random)
             found[name] = Outcome(name, "equal", tuple(dict.fromkeys(form.kind for form in forms if form.sharded)))
             programs += forms
         except _Failed as failure:
@@ -226,6 +230,22 @@ def _programs(name: str, arguments: tuple, n_random: int) -> list[Program]:
     return found
 
 
+def _padded(name: str, arguments: tuple) -> list[Program]:
+    """The case on one device with random dimensions padded, where it has any; in the padding of its arguments are NaN and large numbers."""
+    traced = _stage("trace", lambda: trace(CASES[name].dyn_fun, *arguments))
+    new, plan = _stage("search", lambda: padded_program(traced, some_dims(traced.graph, random.Random(_seed(name)))))
+    if not plan.moves:
+        return []
+
+    def function(*arguments: Any) -> Any:
+        read = [with_garbage(x, plan.of(v)) for x, v in zip(jax.tree.leaves(arguments), traced.graph.arguments, strict=True)]
+        results = jaxpr_as_fun(new.jaxpr)(*read)
+        replaced = {result: plan.of(traced.graph.arguments[argument]) for result, argument in traced.graph.aliases}
+        return [resized(x, replaced[k], ((),) * x.ndim) if k in replaced else x for k, x in enumerate(results)]
+
+    return [Program(name, "padded", MESHES[0], function, arguments, True)]
+
+
 def _stage(stage: str, compute: Callable[[], R]) -> R:
     try:
         return compute()
@@ -294,6 +314,7 @@ class _Jobs:
     """Batches to do, shared by the threads that watch the workers."""
 
     n_random: int
+    padded: bool
     waiting: queue.SimpleQueue[list[str]] = field(default_factory=queue.SimpleQueue)
     done: queue.SimpleQueue[list[Outcome] | None] = field(default_factory=queue.SimpleQueue)
 
@@ -306,9 +327,9 @@ class _Worker:
     errors: IO[bytes]
 
     @classmethod
-    def started(cls, n_random: int) -> _Worker:
+    def started(cls, n_random: int, padded: bool) -> _Worker:
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-        command = [*WORKER, str(n_random)]
+        command = [*WORKER, str(n_random), *(["padded"] if padded else [])]
         errors, pipe = tempfile.TemporaryFile(), subprocess.PIPE  # noqa: SIM115, it lives as long as the worker
         process = subprocess.Popen(command, env=env, cwd=Path(__file__).parents[1], text=True, stdin=pipe, stdout=pipe, stderr=errors)
         return cls(process, errors)
@@ -336,9 +357,9 @@ class _Worker:
         self.process.wait()
 
 
-def sweep(names: Sequence[str], n_random: int = 1, processes: int = 2) -> Iterator[list[Outcome]]:
+def sweep(names: Sequence[str], n_random: int = 1, processes: int = 2, padded: bool = False) -> Iterator[list[Outcome]]:
     """The outcomes of the cases as they come, from worker processes; the cases of a batch in which a worker ends are tried one by one."""
-    jobs = _Jobs(n_random)
+    jobs = _Jobs(n_random, padded)
     for batch in batches(names):
         jobs.waiting.put(batch)
     threads = [threading.Thread(target=_watch, args=(jobs,), daemon=True) for _ in range(processes)]
@@ -351,18 +372,18 @@ def sweep(names: Sequence[str], n_random: int = 1, processes: int = 2) -> Iterat
 
 def _watch(jobs: _Jobs) -> None:
     """Feeds a worker batch by batch, and a new one where it ends or has lived long enough."""
-    worker = _Worker.started(jobs.n_random)
+    worker = _Worker.started(jobs.n_random, jobs.padded)
     try:
         for number in itertools.count():
             pending = [jobs.waiting.get_nowait()]
             if number and number % LIFETIME == 0:
                 worker.stop()
-                worker = _Worker.started(jobs.n_random)
+                worker = _Worker.started(jobs.n_random, jobs.padded)
             while pending:
                 batch = pending.pop(0)
                 outcomes = worker.check(batch)
                 if isinstance(outcomes, str):
-                    worker = _Worker.started(jobs.n_random)
+                    worker = _Worker.started(jobs.n_random, jobs.padded)
                     if len(batch) > 1:
                         pending += [[name] for name in batch]
                         continue
@@ -375,12 +396,12 @@ def _watch(jobs: _Jobs) -> None:
         jobs.done.put(None)
 
 
-def _work(n_random: int) -> None:
+def _work(n_random: int, padded: bool) -> None:
     """A worker's life: a line of names in, a line of outcomes out."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print does not belong to the answer
     for line in sys.stdin:
-        print(json.dumps([asdict(outcome) for outcome in check(json.loads(line), n_random)]), file=out, flush=True)
+        print(json.dumps([asdict(outcome) for outcome in check(json.loads(line), n_random, padded)]), file=out, flush=True)
 
 
 def _main(words: Sequence[str]) -> None:
@@ -392,6 +413,6 @@ def _main(words: Sequence[str]) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
     if sys.argv[1] == "--worker":
-        _work(int(sys.argv[2]))
+        _work(int(sys.argv[2]), "padded" in sys.argv[3:])
     else:
         _main(sys.argv[1:])

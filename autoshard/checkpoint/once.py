@@ -5,21 +5,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.api import Strategy
 from autoshard.api.leaf_shardings import leaf_shardings
+from autoshard.api.padded import PaddedArguments
+from autoshard.api.placing import put
 from autoshard.api.structure import alike, rebuild
 from autoshard.checkpoint.arrays import Place, check_memory, empty, leaf, names_of, placed_leaves, stored
 from autoshard.checkpoint.checksums import checksums
 from autoshard.checkpoint.contents import Contents, document_of, tensors_of
 from autoshard.checkpoint.files import absolute, damaged, folder_of, items, orbax, read_arrays, read_contents, together, writing
 from autoshard.errors import CheckpointError, ClusterError
-from autoshard.strategy import TensorRecord, to_json
+from autoshard.strategy import Record, TensorRecord, to_json
 from autoshard.trace import SplitModules, outside_mesh
 from autoshard.trace.statics import released
 
@@ -72,7 +76,8 @@ def prepared(state: Any, strategy: Strategy, extra: Any, text: str) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     _check_structure(strategy, first, last, structure)
     wanted = _places(strategy, tensors_of(strategy.record, first, last), first, last, None)
-    leaves = placed_leaves(leaves, wanted)
+    padded = PaddedArguments(strategy.record)
+    leaves = placed_leaves(padded.with_padding(leaves, len(tensors_of(strategy.record, 0, first))), wanted)
     arrays = [stored(x) for x in leaves]
     weak = tuple(at for at, x in enumerate(leaves) if getattr(x, "weak_type", False))
     contents = Contents(strategy.record, first, last, weak, checksums(arrays), extra)
@@ -85,6 +90,8 @@ def prepared(state: Any, strategy: Strategy, extra: Any, text: str) -> Any:
 @outside_mesh(keep_auto=True)
 def restore(path: Path, strategy: Strategy | None = None, *, like: Any = None, devices: Sequence[Any] | None = None) -> Any:
     """The state of a checkpoint, bit by bit, put where the strategy wants it; in several processes all call it.
+
+    Padding is that of the strategy, whatever it was where the state was saved.
 
     It has the types of the arguments that were searched. A strategy that was loaded knows dicts and tuples only, and NNX objects come as
     their `nnx.State`: pass ``like``.
@@ -110,7 +117,7 @@ def restore(path: Path, strategy: Strategy | None = None, *, like: Any = None, d
     if differing:
         more = f", nor are {len(differing) - 1} more" * (len(differing) > 1)
         raise damaged(folder, f"{differing[0]} is not the array that was saved{more}")
-    leaves = [leaf(x, place) for x, place in zip(whole, wanted, strict=True)]
+    leaves = _padded_as(target, contents, devices, [leaf(x, place) for x, place in zip(whole, wanted, strict=True)])
     if like is not None:
         split = SplitModules((like,))
         return split.update((jax.tree.structure(split.states[0]).unflatten(leaves),))[0]
@@ -176,8 +183,35 @@ def _places(
     is_weak, before = set(weak), len(tensors_of(strategy.record, 0, first))
     tensors = tensors_of(strategy.record, first, last)
     shardings = leaf_shardings(strategy.record, devices)[before : before + len(tensors)]
-    here = zip(names_of(stored_as), tensors, shardings, strict=True)
-    return [Place(name, tensor, sharding, at in is_weak) for at, (name, tensor, sharding) in enumerate(here)]
+    here = enumerate(zip(names_of(stored_as), tensors, stored_as, shardings, strict=True))
+    return [
+        Place(name, replace(tensor, shape=old.shape), _whole_where(tensor, old, there), at in is_weak)
+        for at, (name, tensor, old, there) in here
+    ]
+
+
+def _whole_where(tensor: TensorRecord, stored_as: TensorRecord, sharding: NamedSharding) -> NamedSharding:
+    """The sharding, of an array that is stored with other padding whole along the dimensions that differ."""
+    if tensor.shape == stored_as.shape:
+        return sharding
+    entries = zip((*sharding.spec, *(None,) * (len(tensor.shape) - len(sharding.spec))), tensor.shape, stored_as.shape, strict=True)
+    spec = PartitionSpec(*(entry if now == before else None for entry, now, before in entries))
+    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _padded_as(target: Strategy, contents: Contents, devices: Sequence[Any] | None, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of a checkpoint with the padding that a strategy gives them."""
+    before, after = PaddedArguments(contents.record), PaddedArguments(target.record)
+    first, tensors = len(tensors_of(target.record, 0, contents.first)), tensors_of(target.record, contents.first, contents.last)
+    shardings = leaf_shardings(target.record, devices)[first : first + len(tensors)]
+    own = before.without_padding(leaves, len(tensors_of(contents.record, 0, contents.first)))
+    padded = after.with_padding(own, first)
+    differ = [at for at, (x, tensor) in enumerate(zip(leaves, tensors, strict=True)) if x.shape != tensor.shape]
+    there = put([padded[at] for at in differ], [shardings[at] for at in differ], [tensors[at].path for at in differ], (True,) * len(differ))
+    found = list(leaves)
+    for at, x in zip(differ, there, strict=True):
+        found[at] = x
+    return found
 
 
 def _check_structure(strategy: Strategy, first: int, last: int, structure: Any) -> None:
@@ -194,14 +228,21 @@ def _check_structure(strategy: Strategy, first: int, last: int, structure: Any) 
 def _check_same(folder: str, contents: Contents, target: Strategy) -> None:
     """Raises `CheckpointError` where the state of a checkpoint is not the one at the same place in a strategy."""
     n = len(target.record.argument_structure["tuple"])
-    here = tensors_of(target.record, min(contents.first, n), min(contents.last, n))
-    for old, new in zip_longest(contents.tensors, here):
+    here = _own_tensors(target.record, min(contents.first, n), min(contents.last, n))
+    for old, new in zip_longest(_own_tensors(contents.record, contents.first, contents.last), here):
         if _identity(old) != _identity(new):
             raise CheckpointError(
                 f"checkpoint '{folder}' has {_described(old)} where the strategy of {target.record.program.name!r} has {_described(new)}. "
                 "Restore it under a strategy for a state of the same names, shapes and types: search again with the arguments of the "
                 "program that saved it."
             )
+
+
+def _own_tensors(record: Record, first: int, last: int) -> list[TensorRecord]:
+    """The arrays of some arguments in their own sizes."""
+    start, tensors = len(tensors_of(record, 0, first)), tensors_of(record, first, last)
+    shapes = PaddedArguments(record).own_shapes[start : start + len(tensors)]
+    return [replace(tensor, shape=shape) for tensor, shape in zip(tensors, shapes, strict=True)]
 
 
 def _identity(tensor: TensorRecord | None) -> tuple | None:
@@ -213,8 +254,9 @@ def _check_like(folder: str, contents: Contents, target: Strategy, like: Any) ->
     """Raises `CheckpointError` where the state to be like is another than the strategy's."""
     (tree,) = SplitModules((like,)).states
     leaves, structure = jax.tree.flatten(tree)
-    for tensor, x in zip_longest(contents.tensors, leaves):
-        if tensor is None or x is None or tuple(np.shape(x)) != tensor.shape:
+    own, here = (_own_tensors(contents.record, contents.first, contents.last), tensors_of(target.record, contents.first, contents.last))
+    for tensor, alone, padded, x in zip_longest(contents.tensors, own, here, leaves):
+        if tensor is None or x is None or tuple(np.shape(x)) not in (tensor.shape, alone.shape, padded.shape):
             there = f"an array {list(np.shape(x))}" if x is not None else "no further array"
             raise CheckpointError(
                 f"checkpoint '{folder}' has {_described(tensor)} where the state that is passed as like= has {there}. Pass the state, or "

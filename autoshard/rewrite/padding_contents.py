@@ -143,7 +143,7 @@ def _combined(reading: Reading) -> list[int]:
 
 
 def _of_dims(reading: Reading, operator: str, dims: Sequence[int]) -> Masks:
-    value = identity(operator, reading.dtypes[0])
+    value = identity(operator, reading.dtypes[0]) if dims else None
     return tuple((0, dim, value) for dim in dims if not same(reading.contents[0][dim].value, value))
 
 

@@ -98,6 +98,12 @@ def _by_position(case: _Case) -> bool:
     return case.factor.kind == "pass_through" or (case.is_suffix and case.factor.kind in ("permutation", "reduction"))
 
 
+def _among_others(case: _Case) -> bool:
+    """A top_k's: of all elements of a dimension, which is a sort, the least one may be below what is in the padding, as NaN is."""
+    k = case.op.params["k"]
+    return _by_position(case) and (case.factor.kind == "pass_through" or k < case.factor.size)
+
+
 def _cumulative(case: _Case) -> bool:
     return case.factor.kind in ("pass_through", "permutation")
 
@@ -146,7 +152,8 @@ _TAKES: Mapping[str, Callable[[_Case], bool]] = {
     **{name: _passing_or_reduced for name in of_kind("reduction") if primitive(name).operator},
     **dict.fromkeys(of_kind("product"), _passing_or_reduced),
     **dict.fromkeys(of_kind("cumulative"), _cumulative),
-    **dict.fromkeys(("argmax", "argmin", "top_k"), _by_position),
+    **dict.fromkeys(("argmax", "argmin"), _by_position),
+    "top_k": _among_others,
     "conv_general_dilated": _windowed,
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windowed),
     "gather": _indexed,
@@ -201,6 +208,12 @@ def _slice(p: Padding, x: Any) -> list[Any]:
     limits = tuple(m if p.reads[0][d] else at for d, (at, m) in enumerate(zip(limit, x.shape, strict=True)))
     assert all(limit[d] == whole[d] and start[d] == 0 for d, each in enumerate(p.reads[0]) if each), "a rule passes on whole dimensions"
     return p.bind(x, limit_indices=limits)
+
+
+def _split(p: Padding, x: Any) -> list[Any]:
+    axis = p.op.params["axis"]
+    sizes = (x.shape[axis],) if len(p.results) == 1 else p.op.params["sizes"]
+    return p.bind(x, sizes=sizes)
 
 
 def _gather(p: Padding, x: Any, indices: Any) -> list[Any]:
@@ -289,5 +302,6 @@ _COMPUTED: Mapping[str, Callable[..., list[Any]]] = {
     "gather": _gather,
     "random_bits": _random_bits,
     "slice": _slice,
+    "split": _split,
     **dict.fromkeys(filter(is_scatter, of_kind("scatter")), _scatter),
 }

@@ -106,6 +106,22 @@ def test_state_is_made_with_its_padding(strategy):
     assert strategy.shardings(made) == strategy.shardings(arguments()[0])
 
 
+def test_checkpoints_are_restored_with_other_padding(strategy, tmp_path):
+    """Under a strategy without, and back; arrays in their own sizes are saved as the strategy stores them."""
+    state = concrete(arguments(), below=VOCABULARY)[0]
+    whole = autoshard.search(step, *arguments(), cluster="cpu:8", donate_argnums=0, padding=False)
+    autoshard.checkpoint.save(tmp_path / "padded", strategy.shard(state)[0], strategy)
+    autoshard.checkpoint.save(tmp_path / "own", state, strategy)
+    for name in ("padded", "own"):
+        restored = autoshard.checkpoint.restore(tmp_path / name, whole)
+        assert restored["embed"].shape == (VOCABULARY, 64)
+        alike(restored, state)
+    autoshard.checkpoint.save(tmp_path / "whole", whole.shard(state)[0], whole)
+    restored = autoshard.checkpoint.restore(tmp_path / "whole", strategy, like=arguments()[0])
+    assert restored["embed"].shape == (5000, 64) and restored["embed"].sharding == strategy.shardings(0)["embed"]
+    alike(strategy.unpad(restored), state)
+
+
 def test_a_decorated_step_takes_both_forms(wanted):
     """Without a second search, or its warning."""
     run = autoshard.parallelize(step, cluster="cpu:8", progress=False)

@@ -17,6 +17,7 @@ from fuzz.checking import MESH
 from fuzz.program import NAMES
 
 SIZES = (2, 4, 8, 8, 8, 16, 16, 4, 8, 3, 1)
+ODD_SIZES = (3, 5, 7, 7, 7, 13, 13, 5, 7, 9, 1)  # which the devices do not divide
 MAX_RANK, MAX_SIZE = 4, 2048
 
 
@@ -57,10 +58,11 @@ class Shared:
 
     Attributes:
         statements, simple: statements and how often each is written, with blocks of their own and without.
+        sizes: those of dimensions, the more often the likelier.
     """
 
-    def __init__(self, rng: random.Random, statements: Statements, simple: Statements):
-        self.rng, self.statements, self.simple = rng, statements, simple
+    def __init__(self, rng: random.Random, statements: Statements, simple: Statements, sizes: Sequence[int] = SIZES):
+        self.rng, self.statements, self.simple, self.sizes = rng, statements, simple, sizes
         self.arguments: list[tuple[Var, str]] = []
         self.n_names = 0
 

@@ -15,14 +15,19 @@ from jax.sharding import PartitionSpec as P
 from problems import eager_cluster
 from programs import concrete
 from random_assignments import random_assignment
+from rewrite.padding_checks import everywhere, with_garbage
 
 import autoshard
+from autoshard.api.padded import PaddedArguments
+from autoshard.api.tracing import TracedOnce
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Collective, Mesh, replicated, result_layouts
 from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh, manual_program, to_named_sharding
 from autoshard.problem import Problem
+from autoshard.rewrite import rewritten
+from autoshard.rewrite.extents import resized
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace
 from autoshard.verify import compare, explicit_collectives
@@ -44,6 +49,7 @@ def check(
     seeds: Sequence[int] = (0,),
     run: bool = True,
     only: str | None = None,
+    padded: bool = False,
 ) -> None:
     """Raises `Mismatch`, or whatever autoshard raises, unless every sharding of the program keeps its numbers and predictions.
 
@@ -51,6 +57,7 @@ def check(
         seeds: of random legal assignments that are lowered besides those that are searched.
         run: whether to compile and compare numbers; else collectives alone are compared.
         only: the one sharding to check: a searcher's name, ``"evaluate"`` or ``"random assignment 0"``.
+        padded: whether all dimensions of arguments that the devices do not divide are padded first.
     """
     if only is not None:
         searchers = [searcher for searcher in searchers if str(searcher) == only]
@@ -58,14 +65,20 @@ def check(
         in_specs = in_specs if only == "evaluate" else None
     cluster, mesh = eager_cluster(), dict(MESH.axes)
     wanted = _plain(fn, concrete(args)) if run else None
+    traced = trace(fn, *args, axis_names=MESH.names)
+    if padded:
+        rewrite = everywhere(traced, MESH.size)
+        if rewrite.dims:
+            fn, traced = TracedOnce(fn, (rewrite,)), rewritten(traced, (rewrite,))
+        in_specs = None
     found: dict[str, tuple[jax.stages.Lowered, tuple]] = {}
     for searcher in searchers:
-        strategy = autoshard.search(fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins)
-        found[str(searcher)] = _reloaded(strategy).apply(fn).lower(*args), strategy.cost.collectives
+        strategy = autoshard.search(fn, *args, cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, padding=False)
+        loaded = _reloaded(strategy)
+        found[str(searcher)] = loaded.apply(fn).lower(*PaddedArguments(loaded.record).as_stored(args)), strategy.cost.collectives
     if in_specs is not None:
         strategy = autoshard.evaluate(fn, *args, cluster=cluster, mesh=mesh, in_specs=in_specs)
         found["evaluate"] = strategy.apply(fn).lower(*args), strategy.cost.collectives
-    traced = trace(fn, *args, axis_names=MESH.names)
     rules, model = rules_of(traced.graph), CostModel(cluster, MESH)
     problem = Problem(program_facts(traced.graph, rules, compiler_of(model.cluster)), model)
     for seed in seeds:
@@ -78,7 +91,7 @@ def check(
             text = lowered.as_text()
             if text not in ran:
                 ran.add(text)
-                _same_numbers(label, wanted, _placed(lowered, concrete(args)))
+                _same_numbers(label, wanted, _own(traced, _placed(lowered, _stored(traced, concrete(args)))))
     for label, (lowered, predicted) in found.items():
         _same_collectives(label, predicted, lowered)
 
@@ -119,6 +132,22 @@ def _lowered(traced: Traced, rules: tuple, assignment: Assignment, model: CostMo
     )
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type) for aval in traced.jaxpr.in_avals]
     return jitted.lower(*traced.in_tree.unflatten(avals))
+
+
+def _stored(traced: Traced, args: tuple) -> tuple:
+    """The arguments as a program takes them, with NaN in their padding."""
+    leaves, tree = jax.tree.flatten(args)
+    extents = traced.padding or tuple(((),) * jnp.ndim(x) for x in leaves)
+    return tree.unflatten([with_garbage(x, of) for x, of in zip(leaves, extents, strict=True)])
+
+
+def _own(traced: Traced, results: Any) -> Any:
+    """The results of a program without padding."""
+    leaves, tree = jax.tree.flatten(results)
+    for result, argument in traced.graph.aliases if traced.padding else ():
+        of = traced.padding[argument]
+        leaves[result] = resized(leaves[result], of, ((),) * len(of))
+    return tree.unflatten(leaves)
 
 
 def _placed(lowered: jax.stages.Lowered, args: tuple) -> Any:

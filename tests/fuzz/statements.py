@@ -7,7 +7,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from fuzz.block import MAX_RANK, MAX_SIZE, SIZES, Block, Statements, Unfit, Var, random_spec
+from fuzz.block import MAX_RANK, MAX_SIZE, Block, Statements, Unfit, Var, random_spec
 
 
 def unary(b: Block) -> None:
@@ -69,14 +69,14 @@ def einsum(b: Block) -> None:
 def _matching(b: Block, shape: tuple[int, ...]) -> list[int]:
     """A shape that shares some sizes with another."""
     found = [n for n in shape if b.rng.random() < 0.6]
-    found += [b.rng.choice(SIZES) for _ in range(b.rng.randint(0, 2))]
+    found += [b.rng.choice(b.shared.sizes) for _ in range(b.rng.randint(0, 2))]
     b.rng.shuffle(found)
     return found[:3] or [shape[-1]]
 
 
 def matmul(b: Block) -> None:
     x = b.full()
-    w = b.argument("f32", x.shape[-1], b.rng.choice(SIZES))
+    w = b.argument("f32", x.shape[-1], b.rng.choice(b.shared.sizes))
     b.write(f"{x.name} @ {w.name}")
 
 
@@ -182,7 +182,7 @@ def _rows(b: Block, x: Var) -> tuple[str, list[int]]:
 
 
 def _index_shape(b: Block) -> list[int]:
-    return [b.rng.choice(SIZES) for _ in range(b.rng.randint(0, 2))]
+    return [b.rng.choice(b.shared.sizes) for _ in range(b.rng.randint(0, 2))]
 
 
 def scatter(b: Block) -> None:
@@ -194,7 +194,7 @@ def scatter(b: Block) -> None:
             rows = b.index(*_index_shape(b))
             b.write(f"{x.name}.at[{rows} % {n}].{b.rng.choice(['add', 'max', 'min', 'set', 'multiply'])}(0.5)")
         case 1:
-            rows = b.argument("i32", b.rng.choice(SIZES))
+            rows = b.argument("i32", b.rng.choice(b.shared.sizes))
             y = b.argument("f32", *rows.shape, *x.shape[1:])
             b.write(f"{x.name}.at[{rows.name} % {n}].{b.rng.choice(['add', 'max', 'min', 'add'])}({y.name})")
         case 2 if x.rank > 1:
@@ -310,12 +310,12 @@ def drawing(b: Block) -> None:
         case 2:
             b.write(f"jax.random.fold_in({k.name}, {b.index()})", True)
         case 3:
-            b.write(f"jax.random.split({k.name}, {b.rng.choice(SIZES)})", True)
+            b.write(f"jax.random.split({k.name}, {b.rng.choice(b.shared.sizes)})", True)
         case 4:
             b.write(f"{x.name} + jax.random.uniform({k.name}, {x.shape[-1:]})")
         case _:
             many = b.any("key", 1)
-            b.write(f"jax.vmap(lambda k: jax.random.uniform(k, ({b.rng.choice(SIZES)},)))({many.name})")
+            b.write(f"jax.vmap(lambda k: jax.random.uniform(k, ({b.rng.choice(b.shared.sizes)},)))({many.name})")
 
 
 def constraint(b: Block) -> None:

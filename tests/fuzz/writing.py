@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
-from fuzz.block import SIZES, Block, Shared, Unfit, Var, random_spec
+from fuzz.block import ODD_SIZES, SIZES, Block, Shared, Unfit, Var, random_spec
 from fuzz.nested import NESTED
 from fuzz.program import Program
 from fuzz.statements import SIMPLE
 
 
-def random_program(rng: random.Random) -> Program:
-    """A program of a few statements, as a function of arrays or as a step that returns new state."""
+def random_program(rng: random.Random, odd: bool = False) -> Program:
+    """A program of a few statements, as a function of arrays or as a step that returns new state.
+
+    Args:
+        odd: whether its sizes are such that the devices do not divide them.
+    """
     while True:
         try:
-            return _random_program(rng)
+            return _random_program(rng, ODD_SIZES if odd else SIZES)
         except Unfit:  # what was made has no scalar to be a loss: another one
             continue
 
 
-def _random_program(rng: random.Random) -> Program:
-    shared = Shared(rng, {**SIMPLE, **NESTED}, SIMPLE)
+def _random_program(rng: random.Random, sizes: Sequence[int]) -> Program:
+    shared = Shared(rng, {**SIMPLE, **NESTED}, SIMPLE, sizes)
     block = Block(shared)
-    block.argument("f32", *(rng.choice(SIZES) for _ in range(rng.randint(1, 3))))
+    block.argument("f32", *(rng.choice(sizes) for _ in range(rng.randint(1, 3))))
     step = rng.random() < 0.25
     if step:
         block.differentiated = True

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from programs import concrete
 
+from autoshard.ir import Graph
 from autoshard.rewrite.extents import Extents, extent, padded_shape, resized
 from autoshard.rewrite.padding import Padded, PaddedDim
 from autoshard.rewrite.padding_choice import arguments_of
@@ -64,14 +65,7 @@ def check_padding(
     graph = traced.graph
     given: dict[tuple[int, int], Any] = {}
     if isinstance(by, random.Random):
-        places = [(v, d) for v in range(len(graph.values)) for d, n in enumerate(graph.values[v].shape) if n > 1]
-        for value, dim in by.sample(places, min(len(places), by.randint(1, 3))):
-            n = graph.values[value].shape[dim]
-            divisors = [k for k in range(1, n) if n % k == 0]
-            minor = by.choice(divisors) if by.random() < 0.3 else 1
-            major = by.choice([k for k in range(1, n // minor) if (n // minor) % k == 0] or [1]) if by.random() < 0.2 else 1
-            middle = n // minor // major
-            given[value, dim] = extent([(major, major), (middle, middle + by.randint(1, 4)), (minor, minor)])
+        given = some_dims(graph, by)
     else:
         for path, dims in by.items():
             value = graph.arguments[graph.argument_paths.index(path)]
@@ -92,6 +86,20 @@ def check_padding(
             b = resized(b, of, ((),) * b.ndim)
         same(k, a, b, tolerance)
     return new, plan
+
+
+def some_dims(graph: Graph, rng: random.Random) -> dict[tuple[int, int], Any]:
+    """Random dimensions of a program, with extents: most are padded at their end."""
+    given: dict[tuple[int, int], Any] = {}
+    places = [(v, d) for v in range(len(graph.values)) for d, n in enumerate(graph.values[v].shape) if n > 1]
+    for value, dim in rng.sample(places, min(len(places), rng.randint(1, 3))):
+        n = graph.values[value].shape[dim]
+        divisors = [k for k in range(1, n) if n % k == 0]
+        minor = rng.choice(divisors) if rng.random() < 0.3 else 1
+        major = rng.choice([k for k in range(1, n // minor) if (n // minor) % k == 0] or [1]) if rng.random() < 0.2 else 1
+        middle = n // minor // major
+        given[value, dim] = extent([(major, major), (middle, middle + rng.randint(1, 4)), (minor, minor)])
+    return given
 
 
 def same(k: int, a: Any, b: Any, tolerance: float) -> None:
