@@ -391,7 +391,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
         searcher=options,
         lower_bound_seconds=plan.bound_seconds,
         donate_argnums=traced.donate_argnums,
-        assumptions=_notes(plan),
+        assumptions=(*(rewrite.describe() for rewrite in traced.rewrites), *_notes(plan)),
         stats={**_stats(plan), **spent},
         provenance=Provenance(autoshard=version(), jax=jax.__version__),
         pipeline=PipelineRecord(

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from autoshard.ir import Op
 from autoshard.ir.scan import num_carry
-from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path
+from autoshard.lower.interpret import Interpreter, Path, bind, ops_by_path, unread
 from autoshard.rewrite.extents import Extent, Extents, inside, masked, padded_shape, resized
 from autoshard.rewrite.padding_plan import Move, Plan
 from autoshard.rewrite.padding_rules import Padding
@@ -122,5 +122,6 @@ class _Region(Interpreter):
             return [x if extents is None or not any(extents) else convert(x, extents) for x, extents in zip(xs, found, strict=True)]
 
         read = converted(operands, ENTERING, lambda x, have: resized(x, have, ((),) * len(have)))
-        read = [jnp.zeros(v.aval.shape, v.aval.dtype) if jnp.shape(x) != v.aval.shape else x for x, v in zip(read, eqn.invars, strict=True)]
+        types = types_of(eqn.invars)  # of what nothing reads, arrays may have padding
+        read = [unread(v) if jnp.shape(x) != type.shape else x for x, type, v in zip(read, types, eqn.invars, strict=True)]
         return converted(bind(eqn, read), LEAVING, lambda x, want: resized(x, ((),) * len(want), want))
