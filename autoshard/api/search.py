@@ -126,14 +126,9 @@ def search(
             (`autoshard.rewrite.attention`). None: it stays as it is written, and a note says what that would save.
         balance: the rows of the fullest expert over the mean of all experts that experts without a capacity, `jax.lax.ragged_dot`, are
             planned for, at least 1 (`autoshard.rewrite.experts`). Fuller experts take longer in the step, and lose nothing.
-<<<<<<< HEAD
             None: the program is not rewritten for them.
-        padding: whether dimensions that no mesh axis divides may be padded where that is predicted to be faster
-            (`autoshard.rewrite.padding`); results stay the same.
-=======
         padding: whether dimensions that do not divide may be padded where that is predicted to be faster
             (`autoshard.rewrite.padding`); results stay the same. An `autoshard.Padding` says of how many elements shards are multiples.
->>>>>>> c248b3a (Guide, changelog and reference of padding)
 
     Raises:
         PipelineError: the step cannot be cut into so many stages.
