@@ -33,9 +33,7 @@ def attention_notes(strategy: Strategy, rewriting: Rewriting) -> list[str]:
         for op in facts.graph.walk()
         if not op.bodies and any(values[value].shape in found.shapes for value in (*op.operands, *op.results))
     )
-    kernels = sum(
-        op.trips * model.kernel_seconds(op.kernel, record.mesh.size) for op in found.traced.graph.walk() if op.kernel is not None
-    )
+    kernels = sum(trips * model.kernel_seconds(work, record.mesh.size) for work, trips in found.work)
     if written - kernels <= WORTH * record.cost.makespan_seconds:
         return []
     places = list(dict.fromkeys(found.places))

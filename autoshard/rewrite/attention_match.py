@@ -11,6 +11,7 @@ it does not matter how attention, its mask or its backward pass are written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,7 @@ from autoshard.rewrite.values import RANK
 EXACT = 1e-6  # relative difference of values in float64, of which a formula that is the same differs by rounding alone
 NOT_ITS_RESULT = "its result is not the product of a softmax and values"
 NOT_ITS_GRADIENT = "its backward pass is not the derivative of softmax attention"
+NEAR = 60  # values that are looked at for the exponentials of a softmax, after the product of its scores
 MOST_LITERALS = 12  # numbers in comparisons of positions that are looked at, as lengths of windows
 
 
@@ -75,20 +77,20 @@ def attentions(root: Scope, wiring: Wiring) -> Iterator[Attention | Refused]:
     eqns = [step for scope in root.walk() for step in scope.steps if isinstance(step, JaxprEqn)]
     order = {id(eqn): k for k, eqn in enumerate(eqns)}
     literals = sorted({n for eqn in eqns for n in _literals(eqn)})[:MOST_LITERALS]
-    regions = [region_of(wiring, order, eqn) for eqn in eqns if eqn.primitive.name == "dot_general" and _has_two_sides(eqn)]
-    regions = [region for region in regions if region.exits and region.functions & {"exp", "exp2"}]
+    first = [eqn for eqn in eqns if eqn.primitive.name == "dot_general" and _has_two_sides(eqn) and _has_exponential(wiring, eqn)]
+    regions = [region for region in (region_of(wiring, order, eqn) for eqn in first) if region.exits]
     products = {each.eqn.outvars[0] for region in regions for each in (*region.roots, *region.exits)}
     products |= {eqn.outvars[0] for eqn in eqns if eqn.primitive.name == "dot_general" and _has_no_side(eqn)}
     numbers: dict[Var, int] = {}
     taken: set[Var] = set()
     for region in regions:
-        if (first := region.roots[0].eqn).outvars[0] in taken:
+        if (start := region.roots[0].eqn).outvars[0] in taken:
             continue
         try:
             found = _Matching(wiring, region, literals, products, numbers).attention()
         except (Different, Mismatch, NotImplementedError) as error:
             through = f"its scores go through {region.blocked.primitive.name}" if region.blocked is not None else ""
-            found = Refused(first, through or str(error) or "its dimensions are not followed") if _is_like(region) else None
+            found = Refused(start, through or str(error) or "its dimensions are not followed") if _is_like(region) else None
         if found is not None:
             taken.update(each.eqn.outvars[0] for each in region.roots)
             yield found
@@ -98,6 +100,23 @@ def _has_two_sides(eqn: JaxprEqn) -> bool:
     """Whether a product contracts something, and both operands have dimensions of their own."""
     contracted, batch = eqn.params["dimension_numbers"]
     return bool(contracted[0]) and all(len(contracted[k]) + len(batch[k]) < len(shape_of(x)) for k, x in enumerate(eqn.invars))
+
+
+def _has_exponential(wiring: Wiring, eqn: JaxprEqn) -> bool:
+    """Whether exponentials of as many numbers are among the operations that come next after a product."""
+    count, waiting, seen = math.prod(shape_of(eqn.outvars[0])), [eqn.outvars[0]], set[Var]()
+    while waiting and len(seen) < NEAR:
+        var = waiting.pop(0)
+        if var in seen:
+            continue
+        seen.add(var)
+        waiting += wiring.others(var)
+        for reader in wiring.readers.get(var, ()):
+            if reader.primitive.name in ("exp", "exp2") and math.prod(shape_of(reader.outvars[0])) == count:
+                return True
+            if reader.primitive.name != "dot_general":
+                waiting += reader.outvars
+    return False
 
 
 def _has_no_side(eqn: JaxprEqn) -> bool:

@@ -5,9 +5,10 @@ Where a checkpoint computes attention again, the forward kernel runs again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,37 +16,53 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params
 
+from autoshard.ir.kernel import Kernel
 from autoshard.recompute.flat import Atom
 from autoshard.rewrite.attention_kernels import Implementation, Problem, estimated, layouts
 from autoshard.rewrite.attention_match import Attention, Refused, attentions
 from autoshard.rewrite.attention_roles import Operand, Roles
 from autoshard.rewrite.dimensions import Labels, flattened
 from autoshard.rewrite.scopes import NESTED, Scope, Wiring, closed, dtype_of, program, shape_of
+from autoshard.rules.kernel_work import equations, kernel_of
 from autoshard.trace import Traced, rebuilt
 from autoshard.trace.libraries import assumed
 from autoshard.trace.origin import Origins
 from autoshard.trace.structure import types_of
 
 
+def _trips(scope: Scope) -> int:
+    """How often a scope runs in a step."""
+    return math.prod(each.eqn.params["length"] for each in scope.path() if each.is_loop and each.eqn is not None)
+
+
 class _Stays(Exception):
     """Why attention stays as it is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fused:
     """A program with its attention in kernels.
 
     Attributes:
-        traced: the program.
+        written: the program as it is written.
+        jaxpr: with kernels; None where there are none.
         places: what is replaced, in words.
         left: what looks like attention and stays, with the reasons.
         shapes: of the scores that are in kernels.
+        work: that of each kernel, and how often it runs in a step.
     """
 
-    traced: Traced
+    written: Traced
+    jaxpr: ClosedJaxpr | None
     places: tuple[str, ...]
     left: tuple[str, ...]
     shapes: frozenset[tuple[int, ...]] = frozenset()
+    work: tuple[tuple[Kernel, int], ...] = ()
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The program with kernels; itself where there are none."""
+        return self.written if self.jaxpr is None else rebuilt(self.written, self.jaxpr, self.written.microbatches)
 
 
 def fused(traced: Traced, implementation: Implementation, interpret: bool = False) -> Fused:
@@ -56,16 +73,16 @@ def fused(traced: Traced, implementation: Implementation, interpret: bool = Fals
         fusing = _Fusing(root, Wiring.of(root), implementation, interpret, used_elsewhere)
         fusing.run()
         if not fusing.done:
-            return Fused(traced, (), tuple(fusing.left))
+            return Fused(traced, None, (), tuple(fusing.left))
         for scope in root.walk():
-            scope.put_in_order()
+            scope.settle()
         made = closed(root)
         alive = {v for eqn in _equations(made.jaxpr) for v in eqn.outvars}
         used = {number for number, (attention, _) in fusing.done.items() if any(r.eqn.outvars[0] in alive for r in attention.region.roots)}
         if not used:
             places = tuple(words for _, words in fusing.done.values())
             shapes = frozenset(shape for attention, _ in fusing.done.values() for shape in attention.region.shapes())
-            return Fused(rebuilt(traced, made, traced.microbatches), places, tuple(fusing.left), shapes)
+            return Fused(traced, made, places, tuple(fusing.left), shapes, tuple(fusing.work))
         used_elsewhere |= used
 
 
@@ -85,6 +102,7 @@ class _Fusing:
         used_elsewhere: the numbers of attentions that stay, since something else reads their scores.
         done: what was replaced, by number, with its place in words.
         left: what stays, with the reasons.
+        work: that of the kernels, and how often each runs.
     """
 
     root: Scope
@@ -94,6 +112,7 @@ class _Fusing:
     used_elsewhere: set[int]
     done: dict[int, tuple[Attention, str]] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
+    work: list[tuple[Kernel, int]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
     kernels: dict[Problem, _Kernel] = field(default_factory=dict)
 
@@ -143,6 +162,7 @@ class _Fusing:
         forward, like = _Placed(self, roles, scope), (first or exits[0]).eqn
         inputs = forward.inputs(like)
         results = scope.call(kernel.forward, inputs, like, kernel.estimated)
+        self.work += ((work, _trips(scope)) for work in kernel.works[0])
         if first is not None:
             forward.leave(results[0], roles.output, first.eqn, 1.0)
         if behind is None:
@@ -152,6 +172,7 @@ class _Fusing:
         kept = [backward.kept(source, again, results, scope) for source in kernel.kept]
         cotangent = backward.entered(roles.cotangent, ("group", "query", "value_width"), like, 1.0)
         gradients = behind.call(kernel.backward, [*kept, cotangent], like, kernel.estimated)
+        self.work += ((work, _trips(behind)) for work in kernel.works[1])
         scale = 1.0 if self.implementation.scales else found.scale
         for exit, made, factor in zip(roles.gradients, gradients, (scale, 1.0, 1.0), strict=True):
             if exit is not None:
@@ -179,7 +200,14 @@ class _Kernel:
     forward: ClosedJaxpr
     backward: ClosedJaxpr
     kept: tuple[tuple[str, Any], ...]
-    estimated: Any
+    estimated: Callable[[JaxprEqn], JaxprEqn]
+
+    @cached_property
+    def works(self) -> tuple[list[Kernel], list[Kernel]]:
+        """The work of each kernel, forward and backward."""
+        found = ([kernel_of(self.estimated(eqn)) for eqn in equations(each.jaxpr)] for each in (self.forward, self.backward))
+        first, second = ([work for work in some if work is not None] for some in found)
+        return first, second
 
     @classmethod
     def of(cls, problem: Problem, implementation: Implementation, interpret: bool) -> _Kernel:
@@ -293,4 +321,4 @@ class _Placed:
             return arranged(x).astype(dtype_of(var)).reshape(shape_of(var))
 
         assert isinstance(made, Var)
-        self.scope.substitute({var: self._called(function, made, like)})
+        self.scope.renamed[var] = self._called(function, made, like)

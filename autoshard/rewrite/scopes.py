@@ -61,6 +61,8 @@ class Scope:
         steps: equations and nested scopes, in order.
         inputs, outputs: what passes in and out.
         constants: captured arrays; the program's alone has any.
+        added: steps to be put before others, by the first result of these.
+        renamed: variables to be read in place of others.
     """
 
     parent: Scope | None = None
@@ -69,6 +71,8 @@ class Scope:
     inputs: list[Input] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
     constants: dict[Var, Any] = field(default_factory=dict)
+    added: dict[Var, list[JaxprEqn | Scope]] = field(default_factory=dict)
+    renamed: dict[Var, Atom] = field(default_factory=dict)
 
     @property
     def root(self) -> Scope:
@@ -105,8 +109,7 @@ class Scope:
         names |= {var: self.captured(var, value) for var, value in zip(traced.jaxpr.constvars, traced.consts, strict=True)}
         steps: list[JaxprEqn | Scope] = []
         results = _inlined(self, steps, traced.jaxpr, names, like, True)
-        at = next(k for k, step in enumerate(self.steps) if like.outvars[0] in made_by(step))
-        self.steps[at:at] = [step if isinstance(step, Scope) else changed(step) for step in steps]
+        self.added.setdefault(like.outvars[0], []).extend(step if isinstance(step, Scope) else changed(step) for step in steps)
         return results
 
     def captured(self, var: Var, value: Any) -> Var:
@@ -120,20 +123,22 @@ class Scope:
         assert reached is not None
         return reached
 
-    def substitute(self, new: Mapping[Var, Atom]) -> None:
-        """Reads other variables in place of some."""
-
-        def renamed(atoms: Sequence[Atom]) -> list[Atom]:
-            return [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
-
+    def settle(self) -> None:
+        """Adds the steps that are to be added, renames variables, and brings steps in order."""
+        if self.added:
+            self.steps = [one for step in self.steps for v in made_by(step)[:1] or [None] for one in (*self.added.pop(v, ()), step)]
         for k, step in enumerate(self.steps):
             if isinstance(step, Scope):
                 for each in step.inputs:
-                    (each.outer,) = renamed([each.outer]) if each.outer is not None else (None,)
-            elif any(isinstance(x, Var) and x in new for x in step.invars):
-                self.steps[k] = step.replace(invars=renamed(step.invars))
+                    each.outer = self._now(each.outer)
+            elif any(isinstance(x, Var) and x in self.renamed for x in step.invars):
+                self.steps[k] = step.replace(invars=[*map(self._now, step.invars)])
         for each in self.outputs:
-            (each.inner,) = renamed([each.inner])
+            each.inner = self._now(each.inner)
+        self.put_in_order()
+
+    def _now(self, atom: Any) -> Any:
+        return self.renamed.get(atom, atom) if isinstance(atom, Var) else atom
 
     def put_in_order(self) -> None:
         """Brings steps in an order in which each comes after what it reads, as near to the present one as that allows."""

@@ -27,6 +27,7 @@ _LIBRARY_CONVOLUTIONS = {
     "__cudnn$convBackwardInput": (2, 1, 0),
     "__cudnn$convBackwardFilter": (0, 2, 1),
 }
+_FUSED_ATTENTION = "__cudnn$fmha"  # how cuDNN's fused attention begins: kernels, whose work predictions count apart
 _LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # XLA:TPU's mark for no estimate, as of a scatter on a v5p's sparse cores
@@ -104,7 +105,7 @@ def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple
                 yield count * _of_library_product(module, computation, instruction), repeated
             elif target and target[1] in _LIBRARY_CONVOLUTIONS:
                 yield count * _of_convolution(module, computation, instruction, _LIBRARY_CONVOLUTIONS[target[1]]), repeated
-            elif target and _MATRIX_TARGETS.search(target[1]):
+            elif target and _MATRIX_TARGETS.search(target[1]) and not target[1].startswith(_FUSED_ATTENTION):
                 raise CompilerError(
                     f"flops are counted from dots and convolutions, and {instruction.name!r} calls {target[1]!r}, which says no sizes. "
                     "Report it with the versions of jax and its compiler."

@@ -217,6 +217,11 @@ def test_library_calls_without_sizes_are_an_error():
         dot_flops(module('  ROOT %a = f32[8]{0} custom-call(), custom_call_target="__cublas$gemm"'))
 
 
+def test_fused_attention_of_a_library_counts_apart():
+    """cuDNN's attention is a kernel: its work is not among the products that are compared."""
+    assert dot_flops(module('  ROOT %a = bf16[8]{0} custom-call(), custom_call_target="__cudnn$fmhaSoftmaxBackward"')).total == 0
+
+
 def test_what_a_program_pads_itself_counts():
     """A convolution pads in its window: zeros that stand before it are the program's own, on TPUs too, where products are spelled so."""
     text = """  %x = f32[4,56,56,8]{3,2,1,0} parameter(0)
