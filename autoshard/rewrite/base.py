@@ -15,11 +15,11 @@ class Rewrite(Protocol):
 
     Attributes:
         kind: the name under which it is recorded.
-        divides: whether a program is divided into microbatches or stages before it, and it is applied to these.
+
+    One with the attribute ``divides``, which is true, is applied to a program's microbatches or stages.
     """
 
     kind: ClassVar[str]
-    divides: ClassVar[bool] = False
 
     def apply(self, traced: Traced) -> Traced:
         """The program rewritten, with equal results; equations keep where they come from.

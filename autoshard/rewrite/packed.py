@@ -208,17 +208,15 @@ def _into(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
 
 def is_packable(eqn: Any, step: Step, sizes: Any, rows: int) -> bool:
     """Whether an equation gives what its step says on fewer rows; so sizes among its parameters that are not known are found."""
-    slots = Slots(jax.ShapeDtypeStruct(sizes.aval.shape, sizes.aval.dtype), rows, PROBE)
-
     def type_of(v: Any, dim: int | None) -> Any:
-        return v.aval if dim is None else packed_type(v, slots.experts, PROBE, dim)
+        return v.aval if dim is None else packed_type(v, sizes.aval.shape[0], PROBE, dim)
 
     def function(sizes: Any, *operands: Any) -> list[Any]:
         return evaluated(eqn, step, operands, Slots(sizes, rows, PROBE))
 
-    given = [type_of(v, dim) for v, dim in zip(eqn.invars, step.reads, strict=True)]
+    given = [sizes.aval, *(type_of(v, dim) for v, dim in zip(eqn.invars, step.reads, strict=True))]
     try:
-        made = jax.eval_shape(function, slots.sizes, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given))
+        made = jax.eval_shape(function, *(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given))
     except (TypeError, ValueError, NotImplementedError):  # what JAX raises for parameters that are not of these shapes
         return False
     wanted = [type_of(v, dim) for v, dim in zip(eqn.outvars, step.makes, strict=True)]

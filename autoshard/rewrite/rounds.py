@@ -180,11 +180,12 @@ class _Packing:
         inside = {v for k in steps for v, _ in self._made(k)}
         given = [*dict.fromkeys(v for k in steps for v in variables(self.eqns[k].invars) if v not in inside)]
         casts = self._casts(given)
-        plain = [*dict.fromkeys(casts[v].invars[0] if v in casts else v for v in given)]
+        plain: list[Any] = [*dict.fromkeys(casts[v].invars[0] if v in casts else v for v in given)]
 
         def function(sizes: Any, *arrays: Any) -> list[Any]:
             given = dict(zip(plain, arrays, strict=False))
-            rounds = Slots(sizes, self.region.rows, self.capacity).rounds
+            slots = Slots(sizes, self.region.rows, self.capacity)
+            rounds = slots.rounds
 
             def more(carry: tuple) -> Any:
                 return carry[0] < rounds
@@ -196,7 +197,7 @@ class _Packing:
                 return carry[0] + 1, *self._round(steps, loop, values, dict(zip(keys, carry[1:], strict=True)), now)
 
             def looped(*first: Any) -> list[Any]:
-                return [*lax.while_loop(more, one, (jnp.ones((), sizes.dtype), *first))[1:]]
+                return [*lax.while_loop(more, one, (jnp.ones((), slots.sizes.dtype), *first))[1:]]
 
             with jax.named_scope(RARELY):
                 return lax.cond(rounds > 1, looped, lambda *first: [*first], *arrays[len(plain) :])

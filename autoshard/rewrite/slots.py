@@ -48,6 +48,10 @@ class Slots:
     capacity: int
     round: Any = None
 
+    def __post_init__(self):
+        wide = jnp.promote_types(jnp.int32, self.sizes.dtype)  # of narrow and unsigned sizes, too, differences are counted
+        object.__setattr__(self, "sizes", self.sizes.astype(wide if jnp.issubdtype(self.sizes.dtype, jnp.signedinteger) else jnp.int32))
+
     def known(self, index: Any, slot: Any) -> Slots:
         """The same slots, of which these are computed already."""
         vars(self).update(index=index, slot=slot)

@@ -78,7 +78,7 @@ def between(p, x, expert):
 
 def behind(p, x, expert):
     """Rows of no expert, which grouped products make zeros of, and what follows ones."""
-    sizes = jnp.minimum(sorted_by(expert)[1], 2)
+    sizes = jnp.minimum(sorted_by(expert)[1], 2).astype(jnp.uint8)
     return jnp.cos(jax.lax.ragged_dot(jnp.cos(jax.lax.ragged_dot(x, p["up"], sizes)), p["down"], sizes))
 
 
