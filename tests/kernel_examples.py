@@ -373,3 +373,39 @@ def masked(mask, x, y):
     )
     made = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), x.dtype)
     return pl.pallas_call(kernel, grid_spec=spec, out_shape=made, interpret=True)(mask, x, y)
+
+
+def segment_sum(first, x):
+    """The sum of the rows of a segment up to each, which scratch memory passes on to the next row unless that begins a segment."""
+
+    def kernel(first, x, o, scratch):
+        @pl.when(first[pl.program_id(0)] > 0)
+        def _():
+            scratch[...] = jnp.zeros_like(scratch)
+
+        scratch[...] += x[...]
+        o[...] = scratch[...]
+
+    block = pl.BlockSpec((1, x.shape[1]), lambda i, first: (i, 0))
+    scratch = [pltpu.VMEM((1, x.shape[1]), x.dtype)]
+    spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1, grid=(len(x),), in_specs=[block], out_specs=block, scratch_shapes=scratch
+    )
+    return pl.pallas_call(kernel, grid_spec=spec, out_shape=like(x)[0], interpret=True)(first, x)
+
+
+def segment_blocks(first, x):
+    """The same where each block of rows has its flag beside it, so that the body uses no position at all."""
+
+    def kernel(first, x, o, scratch):
+        @pl.when(first[0, 0] > 0)
+        def _():
+            scratch[...] = jnp.zeros_like(scratch)
+
+        scratch[...] += x[...]
+        o[...] = scratch[...]
+
+    flag, block = (pl.BlockSpec((1, width), lambda i: (i, 0)) for width in (1, x.shape[1]))
+    made, scratch = like(x)[0], [pltpu.VMEM((1, x.shape[1]), x.dtype)]
+    specs = {"in_specs": [flag, block], "out_specs": block, "out_shape": made, "scratch_shapes": scratch}
+    return pl.pallas_call(kernel, grid=(len(x),), interpret=True, **specs)(first, x)

@@ -274,6 +274,8 @@ def _is_whole(eqn: JaxprEqn) -> bool:
 
 def _integer(eqn: JaxprEqn, operands: Sequence[Known]) -> np.ndarray | None:
     """The integer that an equation computes from integers; None of another one."""
+    if (found := _decided(eqn, operands)) is not None:
+        return found
     function = _INTEGER.get(eqn.primitive.name)
     if function is None or len(eqn.outvars) != 1 or not all(isinstance(x, np.ndarray) for x in operands):
         return None
@@ -281,6 +283,14 @@ def _integer(eqn: JaxprEqn, operands: Sequence[Known]) -> np.ndarray | None:
     if aval.shape or aval.dtype.kind not in "iub" or math.prod(np.broadcast_shapes(*(x.shape for x in operands))) > LARGEST:  # type: ignore
         return None
     return np.asarray(function(*operands)).astype(aval.dtype)
+
+
+def _decided(eqn: JaxprEqn, operands: Sequence[Known]) -> np.ndarray | None:
+    """What one boolean decides whatever the other one is."""
+    decisive = {"or": True, "and": False}.get(eqn.primitive.name)
+    if decisive is not None and eqn.outvars[0].aval.dtype == np.bool_:
+        return next((x for x in operands if isinstance(x, np.ndarray) and (x == decisive).all()), None)
+    return None
 
 
 def _quotient(a: Any, b: Any) -> Any:

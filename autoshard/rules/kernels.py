@@ -16,8 +16,7 @@ An axis stays whole where results would not be equal:
 - an index depends on it together with other axes;
 - a block is not read or written evenly along it;
 - memory that programs share, scratch and results that nobody reads, may pass something along it: the axis is not declared ``"parallel"``,
-  and the body depends on the position along an axis outside it, and is not seen to overwrite the memory where the axis begins. (Where it
-  depends on no such position, the memory is initialised whenever the axes inside begin again.)
+  and the body is not seen to overwrite the memory where programs along the axis begin.
 """
 
 from __future__ import annotations
@@ -307,11 +306,10 @@ class _Call:
         """Whether memory that programs share may pass something from one period to the next."""
         arguments = self._arguments()
         shared = {each.number for each in arguments if isinstance(each, Memory) and not each.prefetched}
-        outside = range(axis)
-        if not shared or not any(axis_ in outside for each in self.walk.used for axis_ in varying_axes(each)):
+        if not shared:
             return False
         positions = {k: np.arange(n) for k, n in enumerate(self.mapping.grid) if isinstance(n, int)}
-        inside = {k: np.zeros(1, int) for k in positions if k > axis}
+        inside = {k: np.zeros(1, int) for k in range(axis + 1, len(self.mapping.grid))}
         walk = self._walk(positions | inside | {axis: np.arange(0, self.mapping.grid[axis], period)})
         walk.run(self.body, arguments, self._once())
         return bool(walk.carried)

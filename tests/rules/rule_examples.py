@@ -352,6 +352,8 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "kernel_paged": lambda: operation(kernels.paged, integers(4, 4), integers(8, 8), normal(8, 4, 3)),
     "kernel_cross_entropy": lambda: operation(kernels.cross_entropy, normal(8, 8), integers(8, 8, 1)),
     "kernel_state_space": lambda: operation(kernels.state_space, normal(2, 4, 3, 2), normal(4)),
+    "kernel_segment_sum": lambda: operation(kernels.segment_sum, np.array([1, 0, 0, 1], np.int32), normal(4, 3)),
+    "kernel_segment_blocks": lambda: operation(kernels.segment_blocks, np.array([[1], [0], [0], [1]], np.int32), normal(4, 3)),
     "kernel_between": lambda: operation(kernels.between, integers(9, 5), normal(4, 3)),
     "kernel_edged": lambda: operation(kernels.edged, np.int32(2), normal(4, 6, 2)),
     "kernel_neighbours": lambda: operation(kernels.neighbours, integers(4, 4), normal(4, 3)),

@@ -34,6 +34,8 @@ def kernel_in(function, *args):
         ("kernel_paged", {1: "write the same blocks"}),
         ("kernel_cross_entropy", {1: "write the same blocks"}),
         ("kernel_state_space", {2: "reads its position"}),
+        ("kernel_segment_sum", {0: "scratch memory may pass something"}),
+        ("kernel_segment_blocks", {0: "scratch memory may pass something"}),
         ("kernel_between", {}),
         ("kernel_edged", {0: "known when it runs", 1: "not alone in indexing"}),
         ("kernel_neighbours", {0: "scalars are not read one after the other"}),
