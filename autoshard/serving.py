@@ -205,7 +205,8 @@ def _size(row: Served) -> tuple[int, int, int]:
 
 
 def _searched(fn: TracedOnce, args: tuple, cluster: Cluster, progress: Progress, options: Mapping[str, Any]) -> Strategy:
-    once = {"microbatches": None, "remat": None, **options}  # of steps with gradients
+    # Numbers of microbatches are of steps with gradients; padding would have to be the same in both functions.
+    once = {"microbatches": None, "remat": None, "padding": False, **options}
     return search_one(fn, *args, cluster=cluster, donate_argnums=CACHE, progress=progress, **once)
 
 
