@@ -138,6 +138,7 @@ def test_random_bits_are_those_without_padding():
         return x * noise, jax.random.permutation(key, x, axis=1)
 
     check_padding(fn, f32(5, 7), jax.ShapeDtypeStruct((), jnp.int32), by={"x": {0: 8, 1: 8}})
+    check_padding(lambda x: x * jax.random.normal(jax.random.key(0), (5, 6)), f32(5, 6), by={"x": {1: [(2, 2), (3, 4)]}})
 
 
 def test_loops_branches_and_checkpoints():
