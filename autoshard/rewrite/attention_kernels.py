@@ -116,7 +116,7 @@ def _splash(problem: Problem, interpret: bool) -> Callable:
     )
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
-        def single(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
+        def single(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
             if len(segments) == 1:  # of keys alone: those that are there
                 segments = jnp.ones(problem.query, jnp.int32), *segments
             return made(q, k, v, kernels.SegmentIds(*segments) if segments else None)

@@ -69,8 +69,8 @@ class Reading:
     numbers: dict[Var, int]
     values: Values = field(init=False)
     axis_of: dict[Dimension, int] = field(default_factory=dict)
-    q: tuple[Var, Labels] = field(init=False)
-    k: tuple[Var, Labels] = field(init=False)
+    q: tuple[Any, Labels] = field(init=False)
+    k: tuple[Any, Labels] = field(init=False)
     batch: tuple[Dimension, ...] = ()
     key: tuple[Dimension, ...] = ()
     others: tuple[Dimension, ...] = ()
@@ -257,7 +257,8 @@ class Reading:
     def _interval(self, allowed: np.ndarray, data: np.ndarray) -> tuple[int | None, int | None] | None:
         """The least and the largest distance of a query from a key that it sees, None without a bound; None where it is no interval."""
         if not self.query:
-            return (None, None) if np.array_equal(*np.broadcast_arrays(allowed, data)) else None
+            one, other = np.broadcast_arrays(allowed, data)
+            return (None, None) if np.array_equal(one, other) else None
         distance = self._flat(self.query) - self._flat(self.key)
         allowed, data, distance = np.broadcast_arrays(allowed, data, distance)
         if np.any(allowed & ~data):

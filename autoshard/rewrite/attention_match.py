@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -209,7 +210,7 @@ class _Matching(Reading):
             if self._same(self.at(exit.result), self._output(self.at(exit.other))):
                 output = exit
                 break
-        gradients: tuple[Exit | None, ...] = (None, None, None)
+        gradients: Any = (None, None, None)
         rest = [exit for exit in (*over_keys, *over_queries) if exit is not output]
         backward: tuple[tuple[Var, Labels], ...] = ()
         v = output.other if output is not None else None

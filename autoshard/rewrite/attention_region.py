@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from typing import Literal as OneOf
 
 from jax.extend.core import JaxprEqn, Var
@@ -54,9 +55,9 @@ class Exit:
     """
 
     eqn: JaxprEqn
-    scores: tuple[Var, Labels]
-    other: tuple[Var, Labels]
-    result: tuple[Var, Labels]
+    scores: tuple[Any, Labels]
+    other: tuple[Any, Labels]
+    result: tuple[Any, Labels]
     contracted: Labels
 
 
@@ -94,7 +95,7 @@ class Region:
         whole = set(flattened(self.roots[0].labels))
         return {shape_of(var) for var, labels in self.labels.items() if set(flattened(labels)) == whole}
 
-    def _operands(self) -> list[tuple[Var, Labels]]:
+    def _operands(self) -> list[tuple[Any, Labels]]:
         return [
             *(pair for root in self.roots for pair in zip(root.eqn.invars, root.operands, strict=True)),
             *(exit.other for exit in self.exits),
@@ -233,7 +234,7 @@ class _Following:
         """Takes a product of scores with something else as an exit."""
         found = self._found
         sides = [k for k, x in enumerate(eqn.invars) if isinstance(x, Var) and found.kinds.get(x) == "scores"]
-        scores = eqn.invars[sides[0]]
+        scores: Any = eqn.invars[sides[0]]
         labels = found.labels[scores]
         if len(sides) > 1 or not self._is_inside(labels) or any(each.eqn is eqn for each in found.exits):
             found.blocked = found.blocked or (eqn if len(sides) > 1 else None)

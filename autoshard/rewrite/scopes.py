@@ -96,7 +96,7 @@ class Scope:
     def call(
         self,
         traced: ClosedJaxpr,
-        operands: Sequence[Var],
+        operands: Sequence[Atom],
         like: JaxprEqn,
         changed: Callable[[JaxprEqn], JaxprEqn] = lambda eqn: eqn,
     ) -> list[Atom]:
@@ -126,7 +126,10 @@ class Scope:
     def settle(self) -> None:
         """Adds the steps that are to be added, renames variables, and brings steps in order."""
         if self.added:
-            self.steps = [one for step in self.steps for v in made_by(step)[:1] or [None] for one in (*self.added.pop(v, ()), step)]
+            before = [[v for v in made_by(step)[:1] if v in self.added] for step in self.steps]
+            steps = zip(before, self.steps, strict=True)
+            self.steps = [one for at, step in steps for one in (*(new for v in at for new in self.added[v]), step)]
+            self.added = {}
         for k, step in enumerate(self.steps):
             if isinstance(step, Scope):
                 for each in step.inputs:
@@ -167,7 +170,7 @@ class Scope:
         for each in self.inputs:
             if each.outer is outer and each.passing == passing:
                 return each.inner
-        aval = outer.aval
+        aval: Any = outer.aval
         inner = Var(aval.update(shape=aval.shape[1:]) if passing == "slice" else aval)
         self.inputs.append(Input(inner, outer, passing, self))
         return inner
@@ -304,11 +307,11 @@ def _nested(parent: Scope, eqn: JaxprEqn) -> Scope:
     jaxpr, consts = opened(body)
     scope = Scope(parent, eqn)
     n, m = (num_consts(eqn.params), num_carry(eqn.params)) if scope.is_loop else (len(eqn.invars), 0)
-    passing: list[Passing] = ["whole"] * n + ["carry"] * m + ["slice"] * (len(eqn.invars) - n - m)
+    passing: list[Any] = ["whole"] * n + ["carry"] * m + ["slice"] * (len(eqn.invars) - n - m)
     inputs = [Input(Var(v.aval), outer, how, scope) for v, outer, how in zip(jaxpr.invars, eqn.invars, passing, strict=True)]
     scope.inputs = inputs
     results = _filled(scope, jaxpr, consts, inputs)
-    leaving: list[Passing] = ["carry"] * m + ["slice"] * (len(eqn.outvars) - m) if scope.is_loop else ["whole"] * len(eqn.outvars)
+    leaving: list[Any] = ["carry"] * m + ["slice"] * (len(eqn.outvars) - m) if scope.is_loop else ["whole"] * len(eqn.outvars)
     scope.outputs = [Output(inner, outer, how, scope) for inner, outer, how in zip(results, eqn.outvars, leaving, strict=True)]
     return scope
 

@@ -45,7 +45,7 @@ class Values:
         wiring: Wiring,
         products: Collection[Var],
         samples: dict[int, np.ndarray],
-        parts: Callable[[Var, int], Sequence[int]],
+        parts: Callable[[Any, int], Sequence[int]],
         given: Mapping[Var, Given],
         numbers: dict[Var, int],
     ):
@@ -143,7 +143,7 @@ class Values:
         along = [axis for _, axes_of in own.values() for axis in axes_of]
         return REDUCTIONS[eqn.primitive.name](self._spread(self.at(x, whole), along), axis=tuple(along), keepdims=True)
 
-    def _along(self, x: Var, dim: int, used: set[int]) -> tuple[np.ndarray, list[int]]:
+    def _along(self, x: Any, dim: int, used: set[int]) -> tuple[np.ndarray, list[int]]:
         """An index of a whole dimension that runs along axes of its own; these are used then."""
         index, axes = _constant(0), []
         for size in self._parts(x, dim):
