@@ -473,6 +473,7 @@ def _cost(plan: _Plan) -> Cost:
         kernel_flops=max(sum(cost.kernel_flops for cost in costs) for costs in parts),
         collectives=tuple(sent for cost in busiest for sent in cost.collectives),
         transform_flops=max(sum(cost.transform_flops for cost in costs) for costs in parts),
+        skipped_flops=max(sum(cost.skipped_flops for cost in costs) for costs in parts),
     )
 
 

@@ -8,7 +8,7 @@ assumption for one that has not been studied; a target overrides the methods in 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,11 +17,12 @@ from autoshard.compilers.all_reduce_combiner import is_formed
 from autoshard.compilers.buffer_assignment import Buffers, Copy, buffers
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.fusion import FusionRules
+from autoshard.compilers.grouped import Grouped, dense
 from autoshard.compilers.kernel_order import Orders, program_orders, shortest
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.traffic import Traffic, traffic_by_op
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Graph, Layout, Value
+from autoshard.ir import Assignment, Graph, Layout, Op, Value
 
 if TYPE_CHECKING:
     from autoshard.compilers.program_facts import ProgramFacts
@@ -144,6 +145,10 @@ class Compiler:
     def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
         """Per op, the bytes that it moves to and from memory."""
         return traffic_by_op(graph, fusion)
+
+    def grouped(self, op: Op, values: Sequence[Value]) -> Grouped:
+        """What it makes of a grouped product."""
+        return dense(op, values)
 
     def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
         """How many times its size an array takes.

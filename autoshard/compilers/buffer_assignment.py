@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
+from autoshard.compilers.grouped import expanded_rows
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
@@ -192,6 +193,7 @@ def buffers(
     stored = stored_partials(facts, partials, share, assignment.mesh.sizes)
     moved += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     moved += scattered_apart(facts, assignment, share)
+    moved += expanded_rows(facts, assignment)
     draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
     return draft.placed(draft.held(), *draft.lives(times.born, times.dies))
 

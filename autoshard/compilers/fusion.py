@@ -41,6 +41,7 @@ from heapq import heapify, heappop, heappush
 
 from autoshard.analysis.demanded_precision import REDUCTION, Demands, is_narrow
 from autoshard.compilers.fused_program import Fusion, Kernel
+from autoshard.compilers.grouped import is_grouped
 from autoshard.compilers.op_patterns import (
     added_to,
     is_call,
@@ -250,7 +251,7 @@ class _Fuser:
         """The operands of an op outside fusions that are stored before it runs."""
         if self.rules.fuses_scatters and is_scatter(op.primitive):
             return op.operands[:1]
-        return () if self.rules.fuses_products and is_matrix(op.primitive) else op.operands
+        return () if self.rules.fuses_products and _computes_operands(op) else op.operands
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]
@@ -300,7 +301,7 @@ class _Fuser:
 
     def _find_epilogues(self) -> None:
         for op in self.ops:
-            if is_matrix(op.primitive):
+            if _computes_operands(op):
                 self._epilogue(op)
 
     def _epilogue(self, op: Op) -> None:
@@ -369,7 +370,7 @@ class _Fuser:
             elif op.bodies:
                 kernels.append(self._loop(op))
             elif not self._is_view(op):
-                fuses = not self._stands_alone(op) or is_matrix(op.primitive) or self._is_one_hot(op)
+                fuses = not self._stands_alone(op) or _computes_operands(op) or self._is_one_hot(op)
                 roots = tuple(map(self._find, op.operands))
                 parts = tuple((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
                 reads = _merged(parts)
@@ -488,6 +489,14 @@ class _Fuser:
 
 def _inputs(bodies: tuple[Body, ...]) -> set[int]:
     return {value for body in bodies for value in body.inputs}
+
+
+def _computes_operands(op: Op) -> bool:
+    """Whether an op is a product whose kernel may compute what it reads, and what is made of its result: not of groups.
+
+    evidence: operands of grouped products
+    """
+    return is_matrix(op.primitive) and not is_grouped(op)
 
 
 def _merged(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from autoshard.compilers.all_reduce_combiner import Sums, sums_of
 from autoshard.compilers.bf16_demotion import single_rows
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import fuse
+from autoshard.compilers.grouped import Grouped, expanded_traffic, is_grouped
 from autoshard.compilers.kernel_order import Lifetimes, Orders
 from autoshard.compilers.op_patterns import Minor, recomputes, row_updates, sliced_alone
 from autoshard.compilers.traffic import Traffic, sent_by_op
@@ -59,6 +60,7 @@ class ProgramFacts:
         sliced_alone: the arrays in memory whose slices only loops without products read or stack.
         sending: the ops whose shards may send each other parts of their operands.
         sorts: the sorts.
+        grouped: per op index, what the compiler makes of grouped products.
     """
 
     graph: Graph
@@ -91,6 +93,7 @@ class ProgramFacts:
     sliced_alone: frozenset[int]
     sending: tuple[Op, ...]
     sorts: tuple[Op, ...]
+    grouped: dict[int, Grouped]
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -115,12 +118,16 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
     free = tuple(free_values(graph))
     demands = precision_demands(graph)
     fusion = fuse(graph, free, demands, compiler.fusion_rules)
-    flops = tuple(op_flops(op, rules[op.index], values) for op in graph.walk())
+    grouped = {op.index: compiler.grouped(op, values) for op in graph.walk() if is_grouped(op)}
+    work = (op_flops(op, rules[op.index], values) for op in graph.walk())
+    flops = tuple(found * (grouped[index].done if index in grouped else 1.0) for index, found in enumerate(work))
     sums = partial_sums(graph, readers)
     sending = [(op, positions) for op in graph.walk() if (positions := _sent_operands(op, rules[op.index]))]
     sent = sent_by_op(graph, fusion, sending, compiler.wide_bytes)
-    moved = enumerate(compiler.traffic(graph, fusion))
-    traffic = tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in moved)
+    moved = list(compiler.traffic(graph, fusion))
+    for index, each in grouped.items():
+        moved[index] = replace(moved[index], passes=(*moved[index].passes, *expanded_traffic(graph.walk()[index], each, values)))
+    traffic = tuple(replace(one, sent=sent[index]) if index in sent else one for index, one in enumerate(moved))
     makers = {value: op.index for op in graph.walk() for value in op.results}
     arguments, gathers = frozenset(graph.arguments), [op for op in graph.walk() if op.primitive == "gather"]
     wanted = tuple(bool(found) or value in returned for value, found in enumerate(readers))
@@ -155,6 +162,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         sliced_alone=frozenset(fusion.root[value] for value in sliced_alone(graph) if _same_rows(graph, fusion, value)),
         sending=tuple(op for op, _ in sending),
         sorts=tuple(op for op in graph.walk() if op.primitive == "sort"),
+        grouped=grouped,
     )
 
 

@@ -40,6 +40,7 @@ class Cost:
             not suffice. No other figure counts it.
         kernel_flops: those in users' kernels, which compilers do not count.
         transform_flops: those of Fourier transforms, 5 n log2 n for n points, half of it for real numbers.
+        skipped_flops: what compilers count of grouped products beyond ``flops``: rows times other groups' matrices, which kernels skip.
     """
 
     objective_seconds: float
@@ -53,11 +54,12 @@ class Cost:
     recomputation: Recomputation | None = None
     kernel_flops: float = 0.0
     transform_flops: float = 0.0
+    skipped_flops: float = 0.0
 
     @property
     def compiled_flops(self) -> float:
-        """Floating point operations of products as compilers count them, those of kernels and of Fourier transforms left out."""
-        return self.flops - self.kernel_flops - self.transform_flops
+        """Floating point operations of products as compilers count them: without kernels and Fourier transforms, with what is skipped."""
+        return self.flops - self.kernel_flops - self.transform_flops + self.skipped_flops
 
     @property
     def compiled_peak_bytes(self) -> float:

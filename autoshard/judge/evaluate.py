@@ -99,7 +99,7 @@ class _Judge:
         if assignment.windows:
             self.windows = Windows(facts.graph, facts.rules, assignment, paths, facts.readers, self.late.values).assigned()
         self.additions = {each.op: each for each in facts.sums.additions if each.op in self.late.additions}
-        self.flops = self.kernel_flops = self.transform_flops = 0.0
+        self.flops = self.kernel_flops = self.transform_flops = self.skipped_flops = 0.0
         self.makers: dict[_Made, Maker | None] = {}
         self.copies: dict[tuple[int, Layout], Copy] = {}
         self.partials: dict[int, Step] = {}
@@ -134,6 +134,7 @@ class _Judge:
             kernel_flops=self.kernel_flops,
             collectives=self._collectives(),
             transform_flops=self.transform_flops,
+            skipped_flops=self.skipped_flops,
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 
@@ -283,6 +284,8 @@ class _Judge:
         if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
             self.kernel_flops += op.trips * cost.flops if op.kernel is not None and not op.kernel.interpreted else 0.0
+            if (grouped := facts.grouped.get(op.index)) is not None:
+                self.skipped_flops += op.trips * cost.flops * (grouped.counted / grouped.done - 1)
             self.transform_flops += op.trips * cost.flops if is_transform(op.primitive) else 0.0
             needs = tasks.compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
         if not cost.combines:

@@ -215,7 +215,8 @@ class CostModel:
         flops = self.op_flops(facts, op, choice) / block[1]
         dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
-            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, facts.compiler.product_per_window, block)
+            least = 0.0 if op.index in facts.grouped else 1.0  # a group's sum is over a part of the rows
+            batch, m, n, k = _matrix_sizes(rule, choice, self.mesh.sizes, flops, facts.compiler.product_per_window, block, least)
             seconds = self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts)
         else:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
@@ -391,7 +392,7 @@ def _storing(seconds: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.n
 
 
 def _matrix_sizes(
-    rule: Rule, choice: Choice, sizes: tuple[int, ...], flops: float, windows_apart: bool, block: tuple[int, int]
+    rule: Rule, choice: Choice, sizes: tuple[int, ...], flops: float, windows_apart: bool, block: tuple[int, int], least: float
 ) -> tuple[float, float, float, float]:
     """The local matrix product of a contraction: batch, rows, columns, depth.
 
@@ -403,6 +404,7 @@ def _matrix_sizes(
         windows_apart: whether a convolution is a product for each position of its kernel, as XLA:TPU's are but where their features
             are fewer than a tile's rows: 3 x 3 convolutions of 28 x 28 images to 128 features take the same for 8 features as for 64.
         block: as for `CostModel.op_seconds`.
+        least: of the window.
     """
     local = [factor.size / (block[1] if number == block[0] else 1) for number, factor in enumerate(rule.factors)]
     for (factor, _), size in zip(choice, sizes, strict=True):
@@ -416,7 +418,7 @@ def _matrix_sizes(
     places = math.prod(local[f] for f in made - left - right)
     if not batch * rows * columns * depth * places:
         return batch, rows * places, columns, depth
-    window = max(flops / (2 * batch * rows * columns * depth * places), 1.0)
+    window = max(flops / (2 * batch * rows * columns * depth * places), least)
     if windows_apart and window > places > 1:  # a kernel's gradient: its positions are the result's
         return batch * places, rows, columns, depth * window
     if windows_apart and depth >= ROWS:

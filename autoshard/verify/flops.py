@@ -29,6 +29,7 @@ _LIBRARY_CONVOLUTIONS = {
 }
 _FUSED_ATTENTION = "__cudnn$fmha"  # how cuDNN's fused attention begins: kernels, whose work predictions count apart
 _LIBRARY_CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_TILING = re.compile(r'ragged_dot_tiling="(\d+),')  # of XLA:TPU's kernels of grouped products, on v5p
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**63 - 1  # XLA:TPU's mark for no estimate, as of a scatter on a v5p's sparse cores
 _EXPANDED = re.compile(r'op_name="[^"]*/(dot\.\d+|jit\(fft\))"')  # in what XLA:TPU makes of a transform (libtpu 0.0.42)
@@ -105,6 +106,8 @@ def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple
                 yield count * _of_library_product(module, computation, instruction), repeated
             elif target and target[1] in _LIBRARY_CONVOLUTIONS:
                 yield count * _of_convolution(module, computation, instruction, _LIBRARY_CONVOLUTIONS[target[1]]), repeated
+            elif _TILING.search(instruction.rest):
+                yield count * _of_grouped_kernel(computation, instruction), repeated
             elif target and _MATRIX_TARGETS.search(target[1]) and not target[1].startswith(_FUSED_ATTENTION):
                 raise CompilerError(
                     f"flops are counted from dots and convolutions, and {instruction.name!r} calls {target[1]!r}, which says no sizes. "
@@ -118,6 +121,18 @@ def _of_dot(computation: Computation, dot: Instruction) -> float:
     named = {name: [int(dim) for dim in dims.split(",") if dim] for name, dims in _NAMED.findall(dot.rest)}
     left = shape_of(computation[dot.operands[0]].type)
     return 2.0 * math.prod(shape_of(dot.type)) * math.prod(left[dim] for dim in named.get("lhs_contracting_dims", []))
+
+
+def _of_grouped_kernel(computation: Computation, call: Instruction) -> float:
+    """The operations of XLA:TPU's kernel of a grouped product, which visits blocks of rows, and those with several groups' once for each.
+
+    Its operands are five vectors, of which the third has an element per visit, the rows, and the groups' matrices or other rows.
+    """
+    tiling = _TILING.search(call.rest)
+    assert tiling is not None, "the kernel says how it is tiled"
+    (visits, *_), (_, depth) = (shape_of(computation[call.operands[k]].type) for k in (2, 5))
+    made = shape_of(call.type)
+    return 2.0 * visits * int(tiling[1]) * (math.prod(made[1:]) if len(made) == 3 else depth * made[1])
 
 
 def _of_library_product(module: Module, computation: Computation, call: Instruction) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autoshard.verify import Ahead
 from autoshard.verify.flops import cycles_of as estimated
+from autoshard.verify.flops import dot_flops
 from autoshard.verify.hlo import Computation, Instruction, Module, tensor_bytes
 
 Figure = float | str
@@ -160,6 +161,26 @@ def after_the_last(type_text: str, others: str) -> Measure:
         return sum(type_text in one for one in made[last + 1 :])
 
     return Measure(f"{type_text} made after the last {others}", of)
+
+
+def times_the_rows(flops: float) -> Measure:
+    """The arithmetic of products as a multiple, and whether a kernel skips blocks of it."""
+
+    def of(ahead: Ahead) -> str:
+        skips = "ITERATION_SKIPPER_MODE_GROUP_STARTS" in ahead.hlo
+        return f"{dot_flops(ahead.hlo).total / flops:.4g}{', skipped' if skips else ''}"
+
+    return Measure("times the work of each row in its group", of)
+
+
+def rows_of_blocks(rows: int) -> Measure:
+    """How many of so many rows a block of a grouped product's kernel has, in the mean."""
+    bounds = re.compile(r'"num_groups_in_ragged_dot".*"iteration_bounds":\["\d+","\d+","(\d+)"')
+
+    def of(ahead: Ahead) -> float:
+        return next(rows / int(found[1]) for found in map(bounds.search, ahead.hlo.splitlines()) if found)
+
+    return Measure("rows of a block", of)
 
 
 # -- cycles ----------------------------------------------------------------------------------------------------------------

@@ -271,9 +271,9 @@ def test_what_is_not_seen_to_be_of_each_row_is_not_computed_by_row(layer):
     assert rows <= {TOKENS}
 
 
-@pytest.mark.parametrize("flipped", [False, True])
+@pytest.mark.parametrize("flipped", ["", "orders", "sizes"])
 def test_stacked_orders_and_counts_are_those_of_the_same_trip(flipped):
-    """A loop that reads the counts of other layers than the orders is refused."""
+    """A loop that reads the counts, or the orders, of other layers is refused."""
 
     def loss(p, x):
         def routed(x, p):
@@ -285,7 +285,8 @@ def test_stacked_orders_and_counts_are_those_of_the_same_trip(flipped):
             return x + set_at(experts(p, x[order], sizes), order), None
 
         x, (orders, sizes) = lax.scan(routed, x, p)
-        return jnp.mean(lax.scan(mixed, x, (p, orders, sizes[::-1] if flipped else sizes))[0] ** 2)
+        orders, sizes = orders[::-1] if flipped == "orders" else orders, sizes[::-1] if flipped == "sizes" else sizes
+        return jnp.mean(lax.scan(mixed, x, (p, orders, sizes))[0] ** 2)
 
     step, args = train_step_of(loss, mixture(3), X, optimizer=optax.sgd(0.1))
     if not flipped:

@@ -113,6 +113,16 @@ CUBLAS = """  %a = bf16[8,1024,64]{2,1,0} parameter(0)
 "lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]},"epilogue":"DEFAULT"}}"""
 
 
+@pytest.mark.parametrize(("rows", "other", "made"), [("[64,32]", "[4,32,16]", "[64,16]"), ("[64,32]", "[64,16]", "[4,32,16]")])
+def test_kernels_of_grouped_products(rows, other, made):
+    """XLA:TPU's kernel on v5p visits blocks of rows: here 8, and those of two groups three times more."""
+    operands = ["%n = s32[1] parameter(0)", "%s = s32[5] parameter(1)", "%v = s32[11] parameter(2)"]
+    operands += [f"%x = bf16{rows} parameter(3)", f"%w = bf16{other} parameter(4)"]
+    call = f'ROOT %ragged-dot-none = bf16{made} custom-call(%n, %s, %v, %v, %n, /*index=5*/%x, %w), custom_call_target="tpu_custom_call"'
+    text = module("\n".join(f"  {line}" for line in (*operands, call + ', frontend_attributes={ragged_dot_tiling="8,32,16"}')))
+    assert dot_flops(text).total == 2 * 11 * 8 * 32 * 16
+
+
 def test_library_products():
     """cuBLAS says what it contracts, and returns its workspace too; recorded from XLA:GPU (jaxlib 0.10.2), shortened."""
     assert dot_flops(module(CUBLAS)).total == 2 * 8 * 1024 * 512 * 64

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autoshard.cluster.device import LANES
@@ -12,6 +12,7 @@ from autoshard.compilers.base import Compiler, Copies, Partials, Recomputed
 from autoshard.compilers.buffer_assignment import Buffers
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.fusion import FusionRules
+from autoshard.compilers.grouped import Grouped, dense, in_blocks, is_plain, rows_of
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.buffers import tiled_buffers
@@ -19,7 +20,7 @@ from autoshard.compilers.tpu.kernel_traffic import UNFUSED_BYTES, WIDE_BYTES, tr
 from autoshard.compilers.tpu.rematerialisation import GOAL, recomputed
 from autoshard.compilers.tpu.tiling import padding
 from autoshard.compilers.traffic import Traffic
-from autoshard.ir import Assignment, Graph
+from autoshard.ir import Assignment, Graph, Op, Value
 
 # Collectives that start before, and end after, other work. XLA:TPU (libtpu 0.0.42): permutes have a start and an end; all_gathers run
 # within fusions (AsyncCollectiveStart) on v5e, and on v4, v5p and v6e do not (a fully sharded transformer compiled for slices of each, of 4
@@ -68,6 +69,13 @@ FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
 # What it leaves to a kernel of the user's that sets no vmem_limit_bytes: "Scoped allocation with size 24.00M and limit 16.00M exceeded
 # scoped vmem limit", with which XLA:TPU (libtpu 0.0.52) refuses one on v5e and v5p; on v6e the limit is 32.00M.
 KERNEL_MEMORY_BYTES = {"v6e": 32 * 2**20}
+
+# Grouped products are one kernel that skips blocks of rows in which a group has none, mostly of 128 to 256 rows, half as many as a group
+# has; on v5p a kernel of Mosaic that visits blocks of up to 128 rows, where 8 divides the rows; else, and on v4, products of all groups
+# with all rows. Rows are masked as they are read, and nothing is stored. Per device whether blocks are skipped, and their least and most
+# rows.
+# evidence: blocks of grouped products
+GROUPED_BLOCKS = {"v5e": (True, 128, 256), "v6e": (True, 128, 256), "v5p": (False, 8, 128)}
 
 # What a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off.
 # evidence: memory traffic hides work
@@ -134,6 +142,15 @@ class XlaTpu(Compiler):
 
     def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
         return traffic_by_kernel(graph, fusion)
+
+    def grouped(self, op: Op, values: Sequence[Value]) -> Grouped:
+        skips, least, most = GROUPED_BLOCKS.get(self.device.name, (False, 0, 0))
+        rows, groups = rows_of(op, values), values[op.operands[2]].shape[-1]
+        if skips:
+            return in_blocks(op, values, min(max(rows / groups / 2, least), most), skips)
+        if least and is_plain(op, values) and rows % least == 0:
+            return in_blocks(op, values, math.gcd(rows, most), skips)
+        return replace(dense(op, values), expanded=(), transposed=False)
 
     def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
         return padding(shape, minor)

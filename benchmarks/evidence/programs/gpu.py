@@ -10,9 +10,9 @@ import optax
 from jax import lax
 
 from autoshard.compilers.gpu import BUCKET_LIMITS
-from benchmarks.evidence.measures import PEAK, after_the_last, formed, largest, stored
+from benchmarks.evidence.measures import PEAK, after_the_last, formed, largest, stored, times_the_rows
 from benchmarks.evidence.program import BF16, F32, SPLIT, WHOLE, Program, leaf, named, program
-from benchmarks.evidence.programs.kernels import GROUPED, KEPT, KEYS, QUERIES, gradients
+from benchmarks.evidence.programs.kernels import GROUPED, KEPT, KEYS, QUERIES, gradients, grouped_programs
 
 LAST = after_the_last("bf16[2048,2048]", "bf16[8192,2048]")
 ONE, HOST = "h100:1", "h100:8"
@@ -216,3 +216,9 @@ def shifted(scores):
 for how in (plain, capped, shifted):
     named(f"{how.__name__} scores of grouped queries", Program(gradients(how), (GROUPED, KEYS, KEYS), stored("f32[8,4,4,512,512]"), ONE))
     named(f"{how.__name__} scores of queries", Program(gradients(how), (QUERIES, KEYS, KEYS), stored("f32[8,4,512,512]"), ONE))
+
+# -- products of groups ------------------------------------------------------------------------------------------------------
+
+for title, function, args in grouped_programs(4096, 8):
+    named(f"{title.format(8)} on GPUs", Program(function, args, times_the_rows(2 * 4096 * 1024 * 2048), ONE))
+    named(f"{title.format(8)} on GPUs, in memory", Program(function, args, PEAK, ONE))

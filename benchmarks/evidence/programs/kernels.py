@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, read, stored
+from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, read, rows_of_blocks, stored, times_the_rows
 from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
 
 LARGE = leaf(64, 1024, 1024)
@@ -371,3 +371,65 @@ named(
     "a loss of capped logits of a product",  # read by the logsumexp, and by both gradients
     Program(jax.value_and_grad(loss_of_capped_logits, (0, 1)), (leaf(4096, 1024), leaf(1024, 16384), TARGETS), READ),
 )
+
+# -- products of groups ------------------------------------------------------------------------------------------------------
+
+MULTIPLIED = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+SUMMED = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+
+
+def of_groups(x, weights, sizes):
+    """Each row with its group's matrix."""
+    return lax.ragged_dot(x, weights, sizes)
+
+
+def of_groups_transposed(y, weights, sizes):
+    """The gradient of rows."""
+    return lax.ragged_dot_general(y, weights, sizes, MULTIPLIED)
+
+
+def summed_by_group(x, y, sizes):
+    """The gradient of matrices."""
+    return lax.ragged_dot_general(x, y, sizes, SUMMED)
+
+
+def grouped_programs(rows, groups, width=1024, hidden=2048, dtype=BF16):
+    """The three products of a layer, each with its operands."""
+    x, y, weights = leaf(rows, width, dtype=dtype), leaf(rows, hidden, dtype=dtype), leaf(groups, width, hidden, dtype=dtype)
+    sizes = leaf(groups, dtype=jnp.int32)
+    return (
+        ("products of {} groups", of_groups, (x, weights, sizes)),
+        ("gradients of rows of {} groups", of_groups_transposed, (y, weights, sizes)),
+        ("gradients of {} groups", summed_by_group, (x, y, sizes)),
+    )
+
+
+TIMES = times_the_rows(2 * 4096 * 1024 * 2048)
+for device, target in (("v5e", "v5e:1x1"), ("v6e", "v6e:1x1"), ("v5p", "v5p:1x1x1"), ("v4", "v4:1x1x1")):
+    for title, function, args in grouped_programs(4096, 8):
+        named(f"{title.format(8)} on {device}", Program(function, args, TIMES, target))
+for rows, groups in ((4096, 8), (4096, 64), (16384, 64)):
+    (_, function, args), *_ = grouped_programs(rows, groups)
+    named(f"blocks of {rows} rows of {groups} groups", Program(function, args, rows_of_blocks(rows)))
+
+
+def of_wide_weights(x, weights, sizes):
+    return lax.ragged_dot(x, weights.astype(BF16), sizes)
+
+
+def before_gelu(x, weights, sizes):
+    return jax.nn.gelu(lax.ragged_dot(x, weights, sizes))
+
+
+def after_gelu(x, weights, sizes):
+    return lax.ragged_dot(jax.nn.gelu(x), weights, sizes)
+
+
+GROUPED_ROWS, SIZES = leaf(16384, 1024), leaf(8, dtype=jnp.int32)
+GROUPED_WEIGHTS, GROUPED_WEIGHTS_F32 = leaf(8, 1024, 2048), leaf(8, 1024, 2048, dtype=F32)
+for title, function, weights, kept in (
+    ("products of groups of wide weights", of_wide_weights, GROUPED_WEIGHTS_F32, "bf16[8,1024,2048]"),
+    ("products of groups before a gelu", before_gelu, GROUPED_WEIGHTS, "bf16[16384,2048]"),
+    ("products of groups after a gelu", after_gelu, GROUPED_WEIGHTS, "bf16[16384,1024]"),
+):
+    named(title, Program(function, (GROUPED_ROWS, weights, SIZES), stored(kept)))
