@@ -68,6 +68,17 @@ def test_a_mask_that_differs_at_one_distance_is_another_one() -> None:
         assert isinstance(each, Attention) and (each.mask.lowest, each.mask.highest) == (0, window - 1)
 
 
+def test_a_mask_of_data_is_none_of_positions() -> None:
+    """Keys of one rare token that are left out are padding, though no value that is made up is that token."""
+
+    def attend(q, k, v, tokens):
+        scores = jnp.where((tokens != 50256)[:, None, None, :], jnp.einsum("bqhd,bkhd->bhqk", q, k), -jnp.inf)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    (each,) = found(attend, *arrays()[:3], jax.ShapeDtypeStruct((2, 16), jnp.int32))
+    assert isinstance(each, Attention) and each.mask.valid is not None and each.mask.valid[2]
+
+
 def test_a_wrong_gradient_is_not_replaced() -> None:
     """A backward pass that is not the derivative stays as it is written."""
 
