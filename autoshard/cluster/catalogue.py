@@ -57,6 +57,10 @@ class Entry:
 MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
 AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
 
+# The part of a TPU core's own memory that a user's kernel gets, unless it sets vmem_limit_bytes: "Scoped allocation with size 24.00M and
+# limit 16.00M exceeded scoped vmem limit", with which XLA:TPU (libtpu 0.0.52) refuses one; v4 refuses one of 20 MiB as more than 16 MiB.
+KERNEL_MEMORY_BYTES = {"v4": 16 * 2**20, "v5e": 16 * 2**20, "v5p": 16 * 2**20, "v6e": 32 * 2**20}
+
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus"
 TPU_HOP_SECONDS = 1e-6  # about 1 us a hop: How to Scale Your Model, "Sharded Matrices and How to Multiply Them"
 TPU_LAUNCH_SECONDS = 1e-6  # estimate: as long as one hop

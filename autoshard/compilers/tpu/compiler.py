@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from autoshard.cluster.catalogue import KERNEL_MEMORY_BYTES
 from autoshard.cluster.device import LANES
 from autoshard.compilers.base import Compiler, Copies, Partials, Recomputed
 from autoshard.compilers.buffer_assignment import Buffers
@@ -65,10 +66,6 @@ LACKS = {
 # (libtpu 0.0.42), which large programs nearly fill: 112.0 MiB on a v5e, 95.6 on a v6e (6 programs), 47.9 on a v5p (4 programs).
 # evidence: fast memory
 FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
-
-# What it leaves to a kernel of the user's that sets no vmem_limit_bytes: "Scoped allocation with size 24.00M and limit 16.00M exceeded
-# scoped vmem limit", with which XLA:TPU (libtpu 0.0.52) refuses one on v5e and v5p; on v6e the limit is 32.00M.
-KERNEL_MEMORY_BYTES = {"v6e": 32 * 2**20}
 
 # Grouped products are one kernel that skips blocks of rows in which a group has none, mostly of 128 to 256 rows, half as many as a group
 # has; on v5p a kernel of Mosaic that visits blocks of up to 128 rows, where 8 divides the rows; else, and on v4, products of all groups
@@ -138,7 +135,7 @@ class XlaTpu(Compiler):
 
     @property
     def kernel_memory_bytes(self) -> float:
-        return KERNEL_MEMORY_BYTES.get(self.device.name, 16 * 2**20)
+        return KERNEL_MEMORY_BYTES.get(self.device.name, 0.0)
 
     def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
         return traffic_by_kernel(graph, fusion)
