@@ -82,15 +82,15 @@ def behind(p, x, expert):
     return jnp.cos(jax.lax.ragged_dot(jnp.cos(jax.lax.ragged_dot(x, p["up"], sizes)), p["down"], sizes))
 
 
-def in_a_scan(p, x, expert, again=lambda layer: layer):
-    """Layers of a scan, each token of another expert in the next."""
-    layer = again(lambda x, k: x + scattered(p, x, (expert + k) % EXPERTS))
-    return jax.lax.scan(lambda x, k: (layer(x, k), None), x, jnp.arange(2))[0]
+def in_a_scan(p, x, expert):
+    """Layers of a scan, of which two each have tokens in the same order, which is then a constant of the loop."""
+    return jax.lax.scan(lambda x, k: (x + scattered(p, x, expert) + scattered(p, x, (expert + k) % EXPERTS), None), x, jnp.arange(2))[0]
 
 
 def computed_again(p, x, expert):
-    """The same, computed again in the backward pass."""
-    return in_a_scan(p, x, expert, jax.checkpoint)
+    """Layers of a scan that are computed again in the backward pass, each token of another expert in the next."""
+    layer = jax.checkpoint(lambda x, k: x + scattered(p, x, (expert + k) % EXPERTS))
+    return jax.lax.scan(lambda x, k: (layer(x, k), None), x, jnp.arange(2))[0]
 
 
 def arguments():
