@@ -105,7 +105,7 @@ def test_an_axis_that_divides_nothing_says_so():
     """A mesh of seven devices and a batch of 32: the strategy's notes say why nothing is sharded."""
     args = jnp.ones((64, 64)), jax.ShapeDtypeStruct((32, 64), jnp.float32)
     cluster = eager_cluster("cpu:7")
-    strategy = autoshard.search(lambda w, x: x @ w, *args, cluster=cluster)
+    strategy = autoshard.search(lambda w, x: x @ w, *args, cluster=cluster, padding=False)
     assert any("of size 7 shards nothing" in note and "64, 32" in note for note in strategy.notes)
 
 
