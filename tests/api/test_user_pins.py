@@ -460,7 +460,8 @@ def test_batch_axes_that_do_not_fit_are_refused():
         search(plain_step, *args, batch_axes="fsdp", mesh=MESH)
     uneven = args[0], array(30, 16), array(30, 16)
     with pytest.raises(ShardingError, match="split it into 8, and dimension 0 of x has size 30"):
-        search(plain_step, *uneven, batch_axes=("data", "model"), mesh=MESH)
+        search(plain_step, *uneven, batch_axes=("data", "model"), mesh=MESH, padding=False)
+    assert specs(search(plain_step, *uneven, batch_axes=("data", "model"), mesh=MESH))["x"][0] == ("data", "model")  # 32 with padding
     with pytest.raises(ShardingError, match=r"pins and batch_axes agree on the batch.*of x over these axes alone"):
         search(plain_step, *args, pins={"x": P("model")}, batch_axes="data", mesh=MESH)
     with pytest.raises(ShardingError, match="has none that can be split"):
