@@ -48,7 +48,7 @@ def test_microbatches_benchmark_runs():
     found = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout)
     assert [(each["program"], each["n"]) for each in found] == [(name, n) for name in ("mlp", "graph_network") for n in (2, 4, 8)]
     assert all(each["difference"] <= 1e-6 for each in found[:3])
-    assert all(each["difference"] is None and "other_models.py:53" in each["refused"] for each in found[3:])
+    assert all(each["difference"] is None and "other_models.py:55" in each["refused"] for each in found[3:])
 
 
 def test_one_device_is_measured_beside_its_prediction(monkeypatch, tmp_path):
