@@ -79,10 +79,8 @@ class Attempts:
     n_finalists: int
     whole: Whole | None = None
     warm: Hints | None = None
-    prepared: dict[int, Prepared] = field(default_factory=dict, init=False)  # by the identities of their facts
     is_hurried: bool = field(default=False, init=False)  # whether a search found nothing in its share of the time
     mesh_of_first: Mesh | None = field(default=None, init=False)  # on which the step as it is is fastest; other forms are compared on it
-    asked_for: set[tuple[Form, bool]] = field(default_factory=set, init=False)  # what was searched, and whether within the limit
     forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
     least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
 
@@ -126,7 +124,7 @@ class Attempts:
                 text = f"{error} The arguments alone, split over all devices, take {format_bytes(alone)}, whatever else is tried."
                 raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
         if self.microbatches == "auto":
-            return min(all_found(partial(self._explored, hosted)), key=lambda each: each[1].judgement.cost.makespan_seconds)
+            return min(all_found(partial(self._explored, hosted)), key=_seconds)
         return self._explored(hosted, self.first)
 
     def _explored(self, hosted: Sequence[bool], n: int) -> Found:
@@ -141,13 +139,25 @@ class Attempts:
             some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
             return forms_of(numbers, list(dict.fromkeys(some)), hosted)
 
-        limit = self.asked.limit * (1 - RESERVE) if self.reserves else self.asked.limit
         how = {"search": self._searched, "solution": lambda each: each[1], "estimates": self._estimates}
-        explored = partial(Exploration, **how, limit=limit, is_timed=self.seconds is not None)
+        explored = partial(Exploration, **how, limit=self._limit, is_timed=self.seconds is not None)
         if self.remat != "replace" or not (anew := list(chain(*self._options))):
             return explored(first, forms).best()
         ways = explored(first, forms), explored(replace(first, again=anew[0]), lambda: forms_of([n], anew, hosted))
-        return min((way.best() for way in ways), key=lambda each: each[1].judgement.cost.makespan_seconds)
+        found, refused = list[Found](), list[InfeasibleError]()
+        for way in ways:
+            try:
+                found.append(way.best())
+            except InfeasibleError as error:
+                refused.append(error)
+        if not found:
+            raise min(refused, key=lambda error: error.smallest_peak_bytes or math.inf)
+        return min(found, key=_seconds)
+
+    @property
+    def _limit(self) -> float:
+        """Bytes that a device may hold, without the reserve."""
+        return self.asked.limit * (1 - RESERVE) if self.reserves else self.asked.limit
 
     @property
     def _has_forms(self) -> bool:
@@ -220,7 +230,7 @@ class Attempts:
     @property
     def _patience(self) -> float:
         """The share of its time after which a search that finds nothing ends: half of it where others may find something."""
-        return 1.0 if self.microbatches != "fit" and self.remat in (None, "full") and self.offload != "auto" else 0.5
+        return 0.5 if self._has_forms else 1.0
 
     def _left(self) -> float | None:
         """The seconds that are left."""
@@ -233,9 +243,7 @@ class Attempts:
             limited: whether within the memory limit, or of whatever it holds.
         """
         seconds = self._left()
-        is_needed = form == Form(self.first) and (form, limited) not in self.asked_for
-        self.asked_for.add((form, limited))
-        if not is_needed and seconds is not None and seconds <= self.asked.seconds["trace_seconds"]:
+        if form != Form(self.first) and seconds is not None and seconds <= self.asked.seconds["trace_seconds"]:
             self.is_hurried = True
             raise OutOfTime(self._too_short())
         prepared, made = self._form(form)
@@ -243,7 +251,6 @@ class Attempts:
         progress = timed(self.progress, self._share(seconds, limited), patience=self._patience)
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
-            self.prepared[id(prepared.facts)] = prepared
             self.last.refuse(problem.within(prepared.limit), error)
 
         how = {"refused": refused, "warm": self.warm, "made": made, "least": self.least}
@@ -272,28 +279,32 @@ class Attempts:
 
     def _free(self, prepared: Prepared, solution: Solution, problem: Problem) -> Found:
         """What was found without a memory limit, of which what is beyond it is left out."""
-        limit = prepared.limit * (1 - RESERVE) if self.reserves else prepared.limit
-        others = tuple(other for other in solution.others if other.judgement.cost.peak_bytes <= limit)
-        if solution.judgement.cost.peak_bytes <= limit:
+        others = tuple(other for other in solution.others if other.judgement.cost.peak_bytes <= self._limit)
+        if solution.judgement.cost.peak_bytes <= self._limit:
             self.least = min(self.least, solution.judgement.cost.objective_seconds)
-        return prepared, replace(solution, others=others), problem.within(limit)
+        return prepared, replace(solution, others=others), problem.within(self._limit)
 
     def _by_last_resort(self) -> Found | None:
         """What the searcher's last resort finds, nearest to the limit first; None: nothing, or there is no time left."""
         if (found := self.last.found(self.progress, self._left())) is None:
             return None
         solution, problem = found
-        prepared = self.prepared[id(problem.facts)]
+        prepared = next(one for one, _ in self.forms.values() if one.facts is problem.facts)
         return prepared, noted_if_barely(solution, prepared.limit) if self.reserves else solution, problem
 
     def _advised(self, error: InfeasibleError) -> InfeasibleError:
         """The refusal with what was not tried."""
         untried = [*(["microbatches='fit'"] if self.microbatches in (None, 1) else []), *(["remat='fit'"] if self.remat is None else [])]
-        if self.offload is None and self.asked.cluster.device.host_bandwidth_bytes_per_second and optimizer_state(self.asked.traced):
+        if self.offload is None and self.asked.cluster.device.host_bandwidth_bytes_per_second and self._state:
             untried.append("offload='auto'")
         if self.asked.traced.stages == 1:
             untried.append("pipelines (stages=2)")
         return with_untried(error, untried)
+
+
+def _seconds(found: Found) -> float:
+    """The predicted step time."""
+    return found[1].judgement.cost.makespan_seconds
 
 
 def _gathering_seconds(cost: Cost) -> float:

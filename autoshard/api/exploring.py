@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Generic, Protocol, TypeVar
 
-from autoshard.api.recomputing import AGAIN
+from autoshard.api.refusals import AGAIN
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, TraceError
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes
@@ -173,12 +173,13 @@ class Exploration(Generic[Found]):
                 self._explore(forms, estimates)
             failure = self._within_the_limit()
             if not self.found:
-                self._must(forms, self.estimates(self.first, free).within(self.refused.get(self.first, math.inf)))
+                self._must(forms, estimates.within(self.refused.get(self.first, math.inf)))
         except OutOfTime:
             if not self.found:
                 raise
-        if not self.found and failure is not None:
-            raise self._refusal(failure)
+        if not self.found:
+            assert failure is not None, "where nothing is found, the first form is searched within the limit"
+            raise failure if isinstance(failure, NothingFasterError) else self._refusal(failure)
         return min(self.found.values(), key=self._seconds)
 
     def _improved(self, found: Found) -> Found:
@@ -232,10 +233,9 @@ class Exploration(Generic[Found]):
     def _priced(self, form: Form) -> InfeasibleError | None:
         try:
             self.found[form] = self.search(form, True)
-        except NothingFasterError:
-            return None
         except InfeasibleError as error:
-            self.refused[form] = error.smallest_peak_bytes or math.inf
+            if not isinstance(error, NothingFasterError):
+                self.refused[form] = error.smallest_peak_bytes or math.inf
             return error
         return None
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from autoshard.api.refusals import or_refused
+from autoshard.api.refusals import AGAIN, or_refused
 from autoshard.api.strategy import Strategy
 from autoshard.errors import InfeasibleError, NothingFasterError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir.remat import Remat
 
 WORDS = ("fit", "auto", "full", "replace")
-AGAIN = "where the backward pass computes again what it reads"
 
 T = TypeVar("T")
 

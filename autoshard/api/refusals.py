@@ -8,6 +8,8 @@ from typing import TypeVar
 from autoshard.errors import InfeasibleError
 from autoshard.render import format_bytes
 
+AGAIN = "where the backward pass computes again what it reads"
+
 T = TypeVar("T")
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from autoshard.api.exploring import Estimates, Exploration, Form, forms_of
-from autoshard.errors import InfeasibleError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, TraceError
 from autoshard.ir.remat import Kept, Remat
 
 NOTHING = Kept(0, (), ())
@@ -29,7 +29,7 @@ class Costs:
         again = 0.0 if form.again is None else form.again.seconds / 8
         return 10.0 + again + (form.microbatches - 1) * self.each_microbatch, 20.0 + 80.0 * form.kept / form.microbatches
 
-    def explored(self, limit: float, numbers=(1, 2, 4), remats=(None, HALF, FULL)) -> tuple[float, float]:
+    def explored(self, limit: float) -> tuple[float, float]:
         def search(form: Form, limited: bool) -> tuple[float, float]:
             self.asked.append((form, limited))
             if form.microbatches >= self.refuses:
@@ -41,6 +41,9 @@ class Costs:
                 raise InfeasibleError("nothing fits.", peak * self.least)
             return seconds * self.within, limit
 
+        return self.exploration(limit, search).best()
+
+    def exploration(self, limit: float, search) -> Exploration:
         def estimates(form: Form, found: tuple[float, float]) -> Estimates:
             return Estimates(*found, form, 20.0, 20.0, 10.0, 0.1, 8, 1.0)
 
@@ -48,8 +51,8 @@ class Costs:
             cost = SimpleNamespace(makespan_seconds=found[0], peak_bytes=found[1])
             return SimpleNamespace(stats={}, judgement=SimpleNamespace(cost=cost))
 
-        forms = forms_of(numbers, remats, [False])
-        return Exploration(forms[0], lambda: forms, search, solution, estimates, limit).best()
+        forms = forms_of((1, 2, 4), (None, HALF, FULL), [False])
+        return Exploration(forms[0], lambda: forms, search, solution, estimates, limit)
 
 
 def test_what_fits_is_searched_once():
@@ -79,6 +82,18 @@ def test_a_step_without_microbatches_is_computed_again():
 def test_within_the_limit_the_step_as_it_is_may_be_fastest():
     """A little less memory costs little time: that is found, and other forms are not taken."""
     assert Costs(5.0, within=1.02).explored(95.0) == (10.2, 95.0)
+
+
+def test_nothing_that_is_faster_than_what_is_known():
+    """Where every form is cut by what was found for another program, the answer is that one."""
+
+    def search(form: Form, limited: bool) -> tuple[float, float]:
+        if limited:
+            raise NothingFasterError("use that one.")
+        return 10.0, 100.0
+
+    with pytest.raises(NothingFasterError, match="use that one"):
+        Costs().exploration(50.0, search).best()
 
 
 def test_a_refusal_says_what_was_tried():

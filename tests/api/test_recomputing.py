@@ -66,6 +66,35 @@ def test_a_step_that_fits_in_no_microbatches_computes_again_by_itself():
     assert "computes again" not in str(refused.value)
 
 
+def test_checkpoints_that_keep_too_much_are_replaced():
+    """Where nothing fits with the step's own checkpoints, what is chosen in their place is found; where neither fits, that is said."""
+
+    def layer(w, x):
+        return jnp.tanh(jnp.sin(jnp.cos(x @ w)))
+
+    def step(weights, x):
+        kept = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = kept(w, h)
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    arguments = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6, jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    common = {"cluster": "cpu:8", "mesh": {"data": 8}, "searcher": "data_parallel", "microbatches": None}
+    own = autoshard.search(step, *arguments, remat=None, **common)
+    limit = 0.7 * own.cost.peak_bytes
+    with pytest.raises(InfeasibleError):
+        autoshard.search(step, *arguments, remat=None, memory_limit_bytes=limit, **common)
+    found = autoshard.search(step, *arguments, remat="replace", memory_limit_bytes=limit, **common)
+    assert found.remat == "replace" and found.cost.peak_bytes <= limit
+    with pytest.raises(InfeasibleError, match="must fit"):
+        autoshard.search(step, *arguments, remat="replace", memory_limit_bytes=0.3 * limit, **common)
+
+
 def adversarial(both, x, seed):
     """Two networks: one is trained, on noise, against the other as the step has just updated it."""
 
