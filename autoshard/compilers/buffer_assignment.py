@@ -10,6 +10,7 @@ until they are combined with others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
-from autoshard.compilers.grouped import expanded_rows
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
@@ -193,7 +193,7 @@ def buffers(
     stored = stored_partials(facts, partials, share, assignment.mesh.sizes)
     moved += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     moved += scattered_apart(facts, assignment, share)
-    moved += expanded_rows(facts, assignment)
+    moved += _expanded_rows(facts, assignment)
     draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
     return draft.placed(draft.held(), *draft.lives(times.born, times.dies))
 
@@ -280,3 +280,36 @@ def scattered_apart(facts: ProgramFacts, assignment: Assignment, share: Callable
         place = times.places.get(fusion.root[total])
         if place is not None and set(read_in(facts, assignment, ops[op], value)) != {assignment.layout(value)}:
             yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
+
+
+def _expanded_rows(facts: ProgramFacts, assignment: Assignment) -> Iterator[tuple[float, int, int]]:
+    """Bytes, birth and death of rows that are stored once for each group, from the first product that reads them to the last.
+
+    Products that add up rows read them by group, all others by row: where several products read the same rows, these are stored in one of
+    these orders, and once more for each product that reads them in the other one.
+    """
+    times, ops = facts.lifetimes, facts.graph.walk()
+    found: dict[tuple[int, int], list[tuple[Op, float]]] = defaultdict(list)
+    for index, grouped in facts.grouped.items():
+        op, share = ops[index], _shares(facts, assignment, ops[index])
+        for position in grouped.expanded:
+            found[op.operands[position], op.operands[2]].append((op, grouped.groups * share(position)))
+        if grouped.transposed:
+            yield share(1), times.starts[index], times.ends[index]
+    for readers in found.values():
+        first, last = readers[0][0], readers[-1][0]
+        yield max(nbytes for _, nbytes in readers), times.starts[first.index], times.ends[last.index]
+        for op, nbytes in readers if len(readers) > 1 else ():
+            if len(facts.grouped[op.index].expanded) == 1:
+                yield nbytes, times.starts[op.index], times.ends[op.index]
+
+
+def _shares(facts: ProgramFacts, assignment: Assignment, op: Op) -> Callable[[int], float]:
+    """The bytes of a device's part of an operand, as the op reads it."""
+    rule, choice, sizes = facts.rules[op.index], assignment.choice(op.index), assignment.mesh.sizes
+
+    def share(position: int) -> float:
+        nbytes = facts.graph.values[op.operands[position]].nbytes
+        return nbytes if rule is None else nbytes / shards(operand_layout(rule, choice, position), sizes)
+
+    return share

@@ -11,15 +11,10 @@ there are groups, less one, beyond once.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from autoshard.ir import Assignment, Op, Value, operand_layout, shards
-
-if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.ir import Op, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,39 +85,6 @@ def rows_of(op: Op, values: Sequence[Value]) -> int:
 
 def _groups(op: Op, values: Sequence[Value]) -> int:
     return max(values[op.operands[2]].shape[-1], 1)
-
-
-def expanded_rows(facts: ProgramFacts, assignment: Assignment) -> Iterator[tuple[float, int, int]]:
-    """Bytes, birth and death of rows that are stored once for each group, from the first product that reads them to the last.
-
-    Products that add up rows read them by group, all others by row: where several products read the same rows, these are stored in one of
-    these orders, and once more for each product that reads them in the other one.
-    """
-    times, ops = facts.lifetimes, facts.graph.walk()
-    found: dict[tuple[int, int], list[tuple[Op, float]]] = defaultdict(list)
-    for index, grouped in facts.grouped.items():
-        op, share = ops[index], _shares(facts, assignment, ops[index])
-        for position in grouped.expanded:
-            found[op.operands[position], op.operands[2]].append((op, grouped.groups * share(position)))
-        if grouped.transposed:
-            yield share(1), times.starts[index], times.ends[index]
-    for readers in found.values():
-        first, last = readers[0][0], readers[-1][0]
-        yield max(nbytes for _, nbytes in readers), times.starts[first.index], times.ends[last.index]
-        for op, nbytes in readers if len(readers) > 1 else ():
-            if len(facts.grouped[op.index].expanded) == 1:
-                yield nbytes, times.starts[op.index], times.ends[op.index]
-
-
-def _shares(facts: ProgramFacts, assignment: Assignment, op: Op) -> Callable[[int], float]:
-    """The bytes of a device's part of an operand, as the op reads it."""
-    rule, choice, sizes = facts.rules[op.index], assignment.choice(op.index), assignment.mesh.sizes
-
-    def share(position: int) -> float:
-        nbytes = facts.graph.values[op.operands[position]].nbytes
-        return nbytes if rule is None else nbytes / shards(operand_layout(rule, choice, position), sizes)
-
-    return share
 
 
 def expanded_traffic(op: Op, grouped: Grouped, values: Sequence[Value]) -> tuple[tuple[int, float], ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from autoshard.rules.avals import aval_of
 from autoshard.trace.mapped import MAPPED
 from autoshard.trace.structure import around, as_call, opened, subjaxprs
 
@@ -26,7 +27,7 @@ def without_kernels(body: Any) -> Any:
 
 def _opaque(eqn: JaxprEqn) -> JaxprEqn:
     if eqn.primitive.name in ("pallas_call", "mpmd_map") and not eqn.params["interpret"]:
-        made = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+        made = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(aval_of, eqn.outvars)]
         return as_call(eqn, jax.ffi.ffi_call(KERNEL, made), eqn.invars)
     if eqn.primitive.name == MAPPED:
         inner = without_kernels(eqn.params["jaxpr"])

@@ -40,10 +40,6 @@ class Mask:
     segments: tuple[tuple[Var, Labels], tuple[Var, Labels]] | None = None
     valid: tuple[Var, Labels, bool] | None = None
 
-    @property
-    def of_positions(self) -> bool:
-        return self.lowest is not None or self.highest is not None
-
 
 @dataclass(eq=False)
 class Reading:

@@ -84,8 +84,9 @@ class Roles:
         has = [{*flattened(labels)} for _, labels, _ in segments]
         named = zip(has, SEGMENTED[len(SEGMENTED) - len(segments) :], strict=True)
         shapes = tuple((*(d.size if d in own else 1 for d in batch), size[name]) for own, name in named)
-        sizes: tuple[Any, ...] = (tuple(d.size for d in batch), *(size[role] for role in dimensions))
-        problem = Problem(*sizes, dtype, mask.lowest, mask.highest, shapes, found.scale, found.softcap)
+        seen: dict[str, Any] = {"lowest": mask.lowest, "highest": mask.highest, "segments": shapes}
+        sizes: dict[str, Any] = {"batch": tuple(d.size for d in batch), **size}
+        problem = Problem(**sizes, dtype=dtype, **seen, scale=found.scale, softcap=found.softcap)
         output = found.output.result if found.output is not None else q
         cotangent = _narrowed(wiring, found.backward[3]) if found.backward else q
         return cls(problem, batch, dimensions, q, k, v, cotangent, output, tuple(gradients), segments, found.scale)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from autoshard.ir import Op, Rule
 from autoshard.primitives import is_scatter, primitive
 from autoshard.rewrite.extents import Extents, is_suffix
 from autoshard.rewrite.padding_rules import dim_of
+from autoshard.rules.exact_functions import EXACT
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,25 +267,9 @@ def _absorbed(reading: Reading, values: Sequence[Any]) -> Any:
 _ABSORBING = frozenset({"mul", "div", "and", "or"})
 
 _EXACT: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
+    **EXACT,
     "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "abs": np.abs,
-    "sign": np.sign,
     "square": np.square,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "not": np.bitwise_not,
     "convert_element_type": np.positive,
 }
 """Operations whose results NumPy has as well, bit by bit."""

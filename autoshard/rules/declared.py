@@ -212,8 +212,8 @@ def ffi_call(*operands: Value, results: tuple[Value, ...], **params: Any) -> Rul
     found = declared_of("ffi_call", params)
     if found is None:
         return None
-    shapes = ([v.shape for v in side] for side in (operands, results))
-    return found.rule(*shapes, results[0].dtype if results else "float32", many=params.get("vmap_method") in MANY)
+    read, made = ([v.shape for v in side] for side in (operands, results))
+    return found.rule(read, made, results[0].dtype if results else "float32", many=params.get("vmap_method") in MANY)
 
 
 def _tensor(body: str) -> Tensor:

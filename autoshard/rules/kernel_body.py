@@ -19,6 +19,8 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from autoshard.ir.scan import num_consts
 from autoshard.primitives import primitive
+from autoshard.rules.avals import aval_of
+from autoshard.rules.exact_functions import EXACT, quotient
 
 LARGEST = 1 << 21  # elements of an integer over the grid: larger ones are not known
 
@@ -212,7 +214,7 @@ class Walk:
         average = float(np.mean(times)) if matrix or vector else 0.0
         self.vector_flops += average * vector
         if matrix:
-            self.products[product_sizes(eqn)] += average * matrix
+            self.products[product_sizes(eqn)] += average * matrix  # type: ignore[assignment]  # counters are declared to count
 
 
 def varying_axes(integer: np.ndarray) -> frozenset[int]:
@@ -250,7 +252,7 @@ def _trips(condition: Jaxpr, body: Jaxpr, n_cond: int, n_body: int, operands: Se
 
 def _position(eqn: JaxprEqn, operands: Sequence[Known]) -> tuple[np.ndarray | None, ...]:
     """Where scalars are read, by dimension; empty for what is no single scalar."""
-    if eqn.outvars[0].aval.shape:
+    if aval_of(eqn.outvars[0]).shape:
         return ()
     indexers = jax.tree.unflatten(eqn.params["tree"], operands[1:])
     if len(indexers) != 1 or not hasattr(indexers[0], "indices"):
@@ -265,7 +267,7 @@ def _is_read(variable: Any, body: Jaxpr) -> bool:
 
 def _is_whole(eqn: JaxprEqn) -> bool:
     """Whether a store overwrites everything: as many elements, at no array of positions."""
-    memory, stored, *positions = (atom.aval for atom in eqn.invars)
+    memory, stored, *positions = map(aval_of, eqn.invars)
     return memory.shape == stored.shape and not any(each.shape for each in positions)
 
 
@@ -279,7 +281,7 @@ def _integer(eqn: JaxprEqn, operands: Sequence[Known]) -> np.ndarray | None:
     function = _INTEGER.get(eqn.primitive.name)
     if function is None or len(eqn.outvars) != 1 or not all(isinstance(x, np.ndarray) for x in operands):
         return None
-    aval = eqn.outvars[0].aval
+    aval = aval_of(eqn.outvars[0])
     if aval.shape or aval.dtype.kind not in "iub" or math.prod(np.broadcast_shapes(*(x.shape for x in operands))) > LARGEST:  # type: ignore
         return None
     return np.asarray(function(*operands)).astype(aval.dtype)
@@ -288,42 +290,21 @@ def _integer(eqn: JaxprEqn, operands: Sequence[Known]) -> np.ndarray | None:
 def _decided(eqn: JaxprEqn, operands: Sequence[Known]) -> np.ndarray | None:
     """What one boolean decides whatever the other one is."""
     decisive = {"or": True, "and": False}.get(eqn.primitive.name)
-    if decisive is not None and eqn.outvars[0].aval.dtype == np.bool_:
+    if decisive is not None and aval_of(eqn.outvars[0]).dtype == np.bool_:
         return next((x for x in operands if isinstance(x, np.ndarray) and (x == decisive).all()), None)
     return None
 
 
-def _quotient(a: Any, b: Any) -> Any:
-    """Division that rounds toward zero, as XLA's does."""
-    return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
-
-
 _INTEGER: Mapping[str, Callable[..., Any]] = {
-    "abs": np.abs,
-    "add": np.add,
-    "and": np.bitwise_and,
+    **EXACT,
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "convert_element_type": lambda x: x,
     "copy": lambda x: x,
-    "div": _quotient,
-    "eq": np.equal,
-    "ge": np.greater_equal,
-    "gt": np.greater,
-    "le": np.less_equal,
-    "lt": np.less,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "neg": np.negative,
-    "not": np.invert,
-    "or": np.bitwise_or,
-    "rem": lambda a, b: a - b * _quotient(a, b),
+    "div": quotient,
+    "rem": lambda a, b: a - b * quotient(a, b),
     "select_n": lambda which, *cases: np.choose(np.asarray(which, int), cases),
     "shift_left": np.left_shift,
     "shift_right_arithmetic": np.right_shift,
-    "sign": np.sign,
-    "sub": np.subtract,
     "xor": np.bitwise_xor,
 }
 """Operations on integers and booleans."""

@@ -12,6 +12,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from autoshard.ir import Rule
 from autoshard.ir.kernel import Kernel
 from autoshard.rules import attention
+from autoshard.rules.avals import aval_of
 from autoshard.rules.declared import declared_of
 from autoshard.rules.kernel_body import LARGEST, NOTHING, Walk
 from autoshard.rules.kernels import Grid, block_size, counted, grid_of, has_numbers, kernel_rule
@@ -24,7 +25,7 @@ def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = (), constants: Mapping[in
         unread: the numbers of these results.
         constants: by number of an operand its array, where that is one of the program's constants.
     """
-    types = [[v.aval for v in side] for side in (eqn.invars, eqn.outvars)]
+    types = [[*map(aval_of, side)] for side in (eqn.invars, eqn.outvars)]
     match name := eqn.primitive.name:
         case "custom_partitioning":
             given = getattr(eqn.params["partition"], "declared", None)
@@ -102,7 +103,7 @@ def _on_cores(eqn: JaxprEqn) -> Kernel:
         walk.run(body, [NOTHING] * len(body.invars), np.ones(()))
         cores = math.prod(dict(mesh.shape).values())
         matrix, vector = matrix + cores * walk.matrix_flops, vector + cores * walk.vector_flops
-    dtype = next(filter(None, map(_product_dtype, eqn.params["jaxprs"])), (eqn.invars or eqn.outvars)[0].aval.dtype.name)
+    dtype = next(filter(None, map(_product_dtype, eqn.params["jaxprs"])), aval_of((eqn.invars or eqn.outvars)[0]).dtype.name)
     guessed: tuple[str, ...] = ("each core counts as doing all of the body, and a GPU's own product instructions as nothing",)
     nbytes = float(sum(map(_bytes, (*eqn.invars, *eqn.outvars))))
     if (estimate := eqn.params.get("cost_estimate")) is not None:
@@ -142,7 +143,7 @@ def equations(body: Jaxpr) -> Iterator[JaxprEqn]:
 
 def _product_dtype(body: Jaxpr) -> str:
     """The dtype of the first product's operands; empty without any."""
-    return next((eqn.invars[0].aval.dtype.name for eqn in equations(body) if eqn.primitive.name == "dot_general"), "")
+    return next((aval_of(eqn.invars[0]).dtype.name for eqn in equations(body) if eqn.primitive.name == "dot_general"), "")
 
 
 def _bytes(variable: Any) -> float:

@@ -32,6 +32,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from autoshard.ir import Factor, Rule, Value
+from autoshard.rules.avals import aval_of
 from autoshard.rules.kernel_body import NOTHING, Known, Memory, Walk, varying_axes
 from autoshard.rules.registry import Dim, assemble, rule, whole
 
@@ -132,7 +133,7 @@ def _read(body: Jaxpr, mapping: Any, declared: tuple[bool, ...], meshed: bool, u
     looked_up, n = frozenset(number for found in drifts.values() for number in found), mapping.num_index_operands
 
     def dimensions(number: int) -> tuple[Index, ...]:
-        sizes = enumerate(body.invars[number].aval.shape)
+        sizes = enumerate(aval_of(body.invars[number]).shape)
         return tuple(_looked_up(number, dim, size, mapping.grid, period, drifts) for dim, size in sizes)
 
     scalars = tuple(map(dimensions, range(n)))

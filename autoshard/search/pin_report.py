@@ -23,6 +23,8 @@ def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -
     counts: Counter[tuple[str, ...]] = Counter()
     first: dict[tuple[str, ...], str] = {}
     for edge in problem.decisions.edges:
+        if edge.trips < 1:  # of a loop that is planned as if it had no trip
+            continue
         stored = problem.layout(edge.source, labels[edge.source], edge.source_slot, edge.value)
         for slot in edge.target_slots:
             wanted = problem.layout(edge.target, labels[edge.target], slot, edge.value)
@@ -34,7 +36,7 @@ def disagreements(problem: Problem, labels: Sequence[Label], sources: Sources) -
                 if step.kind != "slice" and made and read and made != read:
                     key = (made, read, step.kind, ", ".join(problem.mesh.names[axis] for axis in step.axes))
                     nbytes[key] += edge.trips * step.nbytes
-                    counts[key] += edge.trips
+                    counts[key] += int(edge.trips)
                     first.setdefault(key, f"{names.tensor(edge.value)}{_places(problem, names, edge.source, edge.target)}")
     lines = [
         f"{made} and {read} disagree: between their followers there are {counts[key]} {kind} over {axes}, {format_bytes(nbytes[key])} a "

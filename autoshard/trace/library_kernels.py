@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
+from autoshard.rules.avals import aval_of
 from autoshard.rules.declared import Declared
 from autoshard.rules.declared_functions import on_shards
 from autoshard.trace.structure import as_call, opened, types_of
@@ -89,11 +90,11 @@ def _options(**choices: Any) -> Iterator[Mapping[str, Any]]:
 
 def _paged_rule(eqn: JaxprEqn) -> Declared:
     """Examples and key heads are independent; the pages of all examples are read. Work is that of examples whose pages are full."""
-    (batch, heads, width), (shared, _, size, _) = (eqn.invars[k].aval.shape for k in (0, 1))
+    (batch, heads, width), (shared, _, size, _) = (aval_of(eqn.invars[k]).shape for k in (0, 1))
     pages = ", ".join(["[k, page, row, d]"] * 2 if len(eqn.invars) == 5 else ["[k, page, row, d]", "[k, page, row, one]"] * 2)
     text = f"([b, k g, d], {pages}, [b], [b, n])->([b, k g, d]) {{g={heads // shared}}} need_replication={{g, d}}"
-    read = batch * eqn.invars[-1].aval.shape[1] * size
-    return Declared.parse(text, 4.0 * read * heads * width, 2.0 * read * shared * width * eqn.invars[1].aval.dtype.itemsize)
+    read = batch * aval_of(eqn.invars[-1]).shape[1] * size
+    return Declared.parse(text, 4.0 * read * heads * width, 2.0 * read * shared * width * aval_of(eqn.invars[1]).dtype.itemsize)
 
 
 def _paged(eqn: JaxprEqn, module: Any) -> Iterator[Try]:
@@ -117,10 +118,10 @@ def _paged(eqn: JaxprEqn, module: Any) -> Iterator[Try]:
 
 def _ragged_rule(eqn: JaxprEqn) -> Declared:
     """Key heads are independent; a page has keys and values in turn. Work is that of sequences whose pages are full."""
-    (tokens, heads, width), (_, size, both, _), (_, pages) = (eqn.invars[k].aval.shape for k in (0, 1, 3))
+    (tokens, heads, width), (_, size, both, _), (_, pages) = (aval_of(eqn.invars[k]).shape for k in (0, 1, 3))
     text = "([t, k g, d], [page, row, k two, d], [s], [s, n], [ends], [one])->([t, k g, d])"
     text += f" {{k={both // 2}, g={heads // (both // 2)}, two=2}} need_replication={{t, g, d}}"
-    read = eqn.invars[3].aval.shape[0] * pages * size * both * width * eqn.invars[1].aval.dtype.itemsize
+    read = aval_of(eqn.invars[3]).shape[0] * pages * size * both * width * aval_of(eqn.invars[1]).dtype.itemsize
     return Declared.parse(text, 4.0 * tokens * pages * size * heads * width, float(read))
 
 
