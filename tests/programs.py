@@ -251,6 +251,18 @@ def control_flow(width=16, batch=8):
     return program, (abstract((width, width)), abstract((batch, width)), abstract((), jnp.int32), abstract((), jnp.bool_))
 
 
+def tied_step(weights, tokens, targets):
+    """A train step of a table that embeds and unembeds tokens, and a layer between: loss and updated weights."""
+
+    def loss(weights):
+        x = jax.nn.gelu(weights["embed"][tokens] @ weights["up"]) @ weights["down"]
+        logits = x @ weights["embed"].T
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
+
+    value, grads = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
 def two_products_step(state, x):
     """A step of gradient descent for two products with a tanh between them."""
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import concrete, moe
+from programs import tied_step as step
 from rewrite.padding_checks import everywhere, same
 
 import autoshard
@@ -16,16 +17,6 @@ from autoshard.api.tracing import TracedOnce
 from autoshard.trace import trace
 
 VOCABULARY = 4999  # a prime
-
-
-def step(weights, tokens, targets):
-    def loss(weights):
-        x = jax.nn.gelu(weights["embed"][tokens] @ weights["up"]) @ weights["down"]
-        logits = x @ weights["embed"].T
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1))
-
-    value, grads = jax.value_and_grad(loss)(weights)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
 
 
 def arguments(vocabulary=VOCABULARY, width=64, length=16):
