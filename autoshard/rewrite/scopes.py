@@ -8,7 +8,7 @@ constant from outside, and trip by trip from one loop to another that runs as of
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from typing import Literal as OneOf
@@ -330,13 +330,13 @@ class Wiring:
         outputs: the outputs of its scope that it is.
     """
 
-    home: Mapping[Var, Scope]
-    maker: Mapping[Var, JaxprEqn]
-    entry: Mapping[Var, Input]
-    leaving: Mapping[Var, Output]
-    readers: Mapping[Var, list[JaxprEqn]]
-    entries: Mapping[Var, list[Input]]
-    outputs: Mapping[Var, list[Output]]
+    home: dict[Var, Scope]
+    maker: dict[Var, JaxprEqn]
+    entry: dict[Var, Input]
+    leaving: dict[Var, Output]
+    readers: dict[Var, list[JaxprEqn]]
+    entries: dict[Var, list[Input]]
+    outputs: dict[Var, list[Output]]
 
     @classmethod
     def of(cls, root: Scope) -> Wiring:
@@ -346,25 +346,22 @@ class Wiring:
         return wiring
 
     def _add(self, scope: Scope) -> None:
-        home, maker, entry, leaving = (dict[Any, Any](), dict[Any, Any](), dict[Any, Any](), dict[Any, Any]())
-        home.update(dict.fromkeys(scope.constants, scope))
+        self.home.update(dict.fromkeys(scope.constants, scope))
         for each in scope.inputs:
-            home[each.inner], entry[each.inner] = scope, each
+            self.home[each.inner], self.entry[each.inner] = scope, each
             if isinstance(each.outer, Var):
-                self.entries.setdefault(each.outer, []).append(each)  # type: ignore[attr-defined]
+                self.entries.setdefault(each.outer, []).append(each)
         for step in scope.steps:
-            home.update(dict.fromkeys(made_by(step), scope))
+            self.home.update(dict.fromkeys(made_by(step), scope))
             if isinstance(step, Scope):
-                leaving.update({each.outer: each for each in step.outputs})
+                self.leaving.update({each.outer: each for each in step.outputs if each.outer is not None})
                 continue
-            maker.update(dict.fromkeys(step.outvars, step))
+            self.maker.update(dict.fromkeys(step.outvars, step))
             for v in dict.fromkeys(v for v in step.invars if isinstance(v, Var)):
-                self.readers.setdefault(v, []).append(step)  # type: ignore[attr-defined]
+                self.readers.setdefault(v, []).append(step)
         for each in scope.outputs:
             if isinstance(each.inner, Var):
-                self.outputs.setdefault(each.inner, []).append(each)  # type: ignore[attr-defined]
-        for mine, new in ((self.home, home), (self.maker, maker), (self.entry, entry), (self.leaving, leaving)):
-            mine.update(new)  # type: ignore[attr-defined]
+                self.outputs.setdefault(each.inner, []).append(each)
 
     def source(self, atom: Atom) -> Atom:
         """The variable in which a value was first made, followed through loops' constants, stacks and slices, and checkpoints."""
