@@ -103,6 +103,7 @@ ALLOWED = {
     ("rewrite/values.py", "MOVES"): "the evaluation's function for each",
     ("rewrite/values.py", "REDUCTIONS"): "what NumPy has as well",
     ("rules/attention.py", "(FORWARD, BACKWARD)"): "the primitives of one kernel",
+    ("rules/exact_functions.py", "EXACT"): "what NumPy has as well",
     ("rules/kernel_body.py", "_INTEGER"): "what index maps are evaluated by",
     ("rules/partitioner.py", "GATHERED"): "what XLA's partitioner does",
     ("rules/partitioner.py", "ITERATED"): "what XLA's partitioner does",
