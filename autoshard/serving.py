@@ -14,14 +14,14 @@ from typing import Any, overload
 import jax
 from jax.sharding import PartitionSpec
 
-from autoshard.api import Strategy
-from autoshard.api.prepared import whole_of
-from autoshard.api.search import search as search_one
-from autoshard.api.tracing import TracedOnce
+from autoshard.ask.search import search as search_one
+from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.plan.prepared import whole_of
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
+from autoshard.run.tracing import TracedOnce
 
 OBJECTIVES = ("throughput", "latency")
 STATE = 2  # arguments that both functions share: parameters and cache

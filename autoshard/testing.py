@@ -16,10 +16,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from autoshard.api import Strategy, evaluate, verify
-from autoshard.api.kernel_checks import check_kernel_rule as check_kernel_rule
-from autoshard.api.kernel_report import kernels as kernels
-from autoshard.api.pipeline_verification import PipelineVerification
+from autoshard.ask.kernel_checks import check_kernel_rule as check_kernel_rule
+from autoshard.ask.kernel_report import kernels as kernels
+from autoshard.ask.pipeline_verification import PipelineVerification
+from autoshard.ask.search import evaluate
+from autoshard.ask.strategy import Strategy
+from autoshard.ask.verification import verify
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
 from autoshard.explanation.breakdown import collective_groups

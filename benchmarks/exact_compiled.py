@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import autoshard
 from autoshard import Cluster
-from autoshard.api.verification import BYTES_WITHIN, FLOPS_WITHIN
+from autoshard.ask.verification import BYTES_WITHIN, FLOPS_WITHIN
 from autoshard.errors import AutoshardError, CompilerError
 from autoshard.ir import Collective
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_flops

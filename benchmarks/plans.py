@@ -31,13 +31,13 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api.prepared import RESERVE, traced_of
-from autoshard.api.stage_searches import problems_on
-from autoshard.api.user_pins import Asked as Pins
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.pipeline.plan_search import search_plans
 from autoshard.pipeline.plans import FILL, Asked, Estimate, Plans
+from autoshard.plan.prepared import RESERVE, traced_of
+from autoshard.plan.stage_searches import problems_on
+from autoshard.plan.user_pins import Asked as Pins
 from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.trace import Traced
 from benchmarks import models

@@ -46,13 +46,13 @@ from rich.progress import Progress, TaskID
 
 import autoshard
 from autoshard import Cluster, Strategy
-from autoshard.api.step import Step
 from autoshard.cli.terminal import show
 from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError, CompilerError, InfeasibleError, ShardingError
 from autoshard.ir import Mesh
 from autoshard.lower import abstract_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_seconds
+from autoshard.run.step import Step
 from autoshard.verify import Ahead, scheduled_seconds
 from autoshard.verify.aot import COMPILERS
 from benchmarks import models, results, xla_auto

@@ -15,7 +15,7 @@ HLO = """HloModule m
 FileNames
 1 "/home/someone/train.py"
 2 "{package}/lower/constrain.py"
-3 "{package}/api/step.py"
+3 "{package}/run/step.py"
 
 FunctionNames
 1 "step"

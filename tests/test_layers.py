@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+import networkx
 import pytest
 
 from autoshard.cluster import CATALOGUE
@@ -43,6 +44,9 @@ LAYERS = (
     ("explanation",),  # of a judged program
     ("report",),  # shows what an explanation says
     ("verify", "probe", "distributed", "data"),  # hands Shardy the program as `lower` rebuilds it; measures on meshes as `lower` makes them
+    ("run",),  # what devices run
+    ("plan",),  # of which finalists are run and compiled
+    ("ask",),
     ("collectives", "api", "parameter_server"),
     ("checkpoint", "serving", "testing"),
     ("__init__",),  # the public names
@@ -55,7 +59,7 @@ LAYERS = (
 JAX = ("jax", "jaxlib", "flax", "optax")
 KNOWS_JAX = (
     *("rules", "trace", "lower", "microbatch", "recompute", "rewrite", "pipeline", "verify", "probe", "distributed", "data"),
-    *("collectives", "api", "parameter_server", "checkpoint", "serving", "demo", "cli"),
+    *("run", "plan", "ask", "collectives", "parameter_server", "checkpoint", "serving", "demo", "cli"),
 )
 
 # The only rooms that know one compiler or device from another.
@@ -68,7 +72,7 @@ NAMES_A_TARGET = {
     "demo/run.py": "the demo's own cluster",
     "parameter_server/actors.py": "JAX's platform of servers, and of workers without accelerators",
     "probe/programs.py": "a program's work and traffic before it is known what measures it",
-    "api/step.py": "a platform to lower for where none is asked for",
+    "run/step.py": "a platform to lower for where none is asked for",
     "rules/shardy.py": "a platform to lower for: any will do",
 }
 
@@ -88,9 +92,15 @@ DELAYED = (
     ("parameter_server/*.py", "ray", "Ray is the `ray` extra"),
     ("checkpoint/files.py", "orbax.checkpoint", "Orbax is the `checkpoint` extra"),
     ("checkpoint/*.py", "etils", "comes with Orbax: paths as it takes them"),
-    ("api/answer.py", "autoshard.api.what_if", "a strategy's what_if searches, and searches make strategies"),
     ("cli/*.py", "*", "virtual devices are asked for, and bad options are refused, before a subcommand loads what it works with"),
 )
+
+# Modules that import each other.
+CIRCLES = {
+    frozenset({"autoshard.render", "autoshard.render.terminal"}),
+    frozenset({"autoshard.cli.commands", "autoshard.cli.strategies"}),
+    frozenset({"autoshard.compilers.base", "autoshard.compilers.buffer_assignment", "autoshard.compilers.program_facts"}),
+}
 
 
 @dataclass(frozen=True)
@@ -260,3 +270,18 @@ def test_a_wrong_import_is_seen(file, source, words):
 def test_a_right_import_passes(file, source):
     """Imports from upstream, from the same folder, and of JAX where it belongs are fine."""
     assert not [text for found in imports(file, source) for text in violations(found)]
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Each module can be read, and tested, after those that it imports."""
+    known = {"autoshard." + file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".") for file in sources()}
+    graph = networkx.DiGraph()
+    for file, source in sources().items():
+        here = "autoshard." + file.removesuffix("/__init__.py").removesuffix(".py").replace("/", ".")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                graph.add_edges_from((here, there) for a in node.names if (there := f"{node.module}.{a.name}") in known)
+                if node.module in known and not all(f"{node.module}.{a.name}" in known for a in node.names):
+                    graph.add_edge(here, node.module)
+    circles = {frozenset(each) for each in networkx.strongly_connected_components(graph) if len(each) > 1}
+    assert circles == CIRCLES

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.api.placing import put
-from autoshard.api.structure import KEYS, dtype_of
 from autoshard.errors import CheckpointError
 from autoshard.render import format_bytes
+from autoshard.run.placing import put
+from autoshard.run.structure import KEYS, dtype_of
 from autoshard.strategy import TensorRecord
 
 

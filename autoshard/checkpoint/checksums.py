@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autoshard.api.placing import by_devices
+from autoshard.run.placing import by_devices
 
 _SPREAD = np.uint32(0x9E3779B1)  # odd
 _MIXERS = (np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35))  # of MurmurHash3's finalizer

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from autoshard.api.structure import per_argument
 from autoshard.errors import CheckpointError, StrategyError
+from autoshard.run.structure import per_argument
 from autoshard.strategy import Record, from_json
 from autoshard.strategy.reader import Node, parse
 from autoshard.strategy.record import TensorRecord

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from autoshard.api.agreement import gathered
-from autoshard.api.finalists import in_words
 from autoshard.checkpoint.contents import MAX_BYTES, Contents, contents_of
 from autoshard.errors import AutoshardError, CheckpointError, StrategyError
+from autoshard.plan.agreement import gathered
+from autoshard.plan.finalists import in_words
 
 STATE, DOCUMENT = "state", "autoshard"
 FILE = "metadata"  # as Orbax names the file of a JSON item

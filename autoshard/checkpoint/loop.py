@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 
-from autoshard.api import Strategy
-from autoshard.api.agreement import gathered
+from autoshard.ask.strategy import Strategy
 from autoshard.checkpoint import once
 from autoshard.checkpoint.files import absolute, check_folder, folder_of, orbax, together, writing
 from autoshard.errors import CheckpointError
+from autoshard.plan.agreement import gathered
 from autoshard.strategy import to_json
 
 

@@ -13,16 +13,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.api import Strategy
-from autoshard.api.leaf_shardings import leaf_shardings
-from autoshard.api.padded import PaddedArguments
-from autoshard.api.placing import put
-from autoshard.api.structure import alike, rebuild
+from autoshard.ask.strategy import Strategy
 from autoshard.checkpoint.arrays import Place, check_memory, empty, leaf, names_of, placed_leaves, stored
 from autoshard.checkpoint.checksums import checksums
 from autoshard.checkpoint.contents import Contents, document_of, tensors_of
 from autoshard.checkpoint.files import absolute, damaged, folder_of, items, orbax, read_arrays, read_contents, together, writing
 from autoshard.errors import CheckpointError, ClusterError
+from autoshard.run.leaf_shardings import leaf_shardings
+from autoshard.run.padded import PaddedArguments
+from autoshard.run.placing import put
+from autoshard.run.structure import alike, rebuild
 from autoshard.strategy import Record, TensorRecord, to_json
 from autoshard.trace import SplitModules, outside_mesh
 from autoshard.trace.statics import released

@@ -41,8 +41,8 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Loads and compares."""
-    from autoshard.api.comparing import compare
-    from autoshard.api.explain import side_by_side, summary
+    from autoshard.ask.comparing import compare
+    from autoshard.explanation.explain import side_by_side, summary
 
     titles = _titles(options.strategies)
     if (options.program and len(titles) != 2) or max(len(options.program), len(options.args)) > 2:
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _strategies(records: Sequence[Any], options: argparse.Namespace) -> list:
     """Two strategies, with their programs where these are given."""
-    from autoshard.api.strategy import Strategy
+    from autoshard.ask.strategy import Strategy
 
     strategies = [Strategy(record) for record in records]
     if not options.program:

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 
 def strategy_of(options: argparse.Namespace):
     """The strategy of the options, with its program where they name one."""
-    from autoshard.api.strategy import Strategy
+    from autoshard.ask.strategy import Strategy
 
     record = record_of(options.strategy)
     if options.program is None:

@@ -21,7 +21,7 @@ def finish(strategy, options: argparse.Namespace) -> int:
 
 def finish_frontier(frontier, options: argparse.Namespace) -> int:
     """Saves the fastest strategy where asked for, and prints a line for each, or their main facts as JSON."""
-    from autoshard.api.explain import summary
+    from autoshard.explanation.explain import summary
 
     _saved(frontier[-1], options)
     show_json([summary(strategy.record) for strategy in frontier]) if options.json else show(frontier.report())
@@ -30,7 +30,7 @@ def finish_frontier(frontier, options: argparse.Namespace) -> int:
 
 def _saved(strategy, options: argparse.Namespace):
     """The strategy's record with the command that made it, written where the options say."""
-    from autoshard.api.strategy import named
+    from autoshard.ask.strategy import named
     from autoshard.strategy import save_record
 
     command = shlex.join(options.command_line)

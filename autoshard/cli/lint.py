@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     """Checks and reports."""
     from jax.sharding import PartitionSpec
 
-    from autoshard.api.linting import check_rules, lint
+    from autoshard.ask.linting import check_rules, lint
 
     check_rules(options.fail_on)
     function, arguments = load(options.program, options.args, options.devices)

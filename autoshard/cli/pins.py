@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
     """Finds the lines and prints them; the exit code is 1 where they do not make the same program."""
     record = record_of(options.strategy)
     function, arguments = load(options.program, options.args, options.devices)
-    from autoshard.api.strategy import Strategy
+    from autoshard.ask.strategy import Strategy
 
     with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
         found = Strategy(record).pins(function, *arguments, budget_seconds=options.seconds, progress=callback)

@@ -215,7 +215,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _carried(name: str, start, strategy) -> str:
     """Whether the answer is made of the strategy that a search started from, and what of that has no place here, in words."""
-    from autoshard.api.start import use_of
+    from autoshard.plan.start import use_of
 
     here = {tensor.path: len(tensor.shape) for tensor in strategy.record.arguments}
     missing = [tensor.path for tensor in start.arguments if here.get(tensor.path) != len(tensor.shape)]

@@ -45,12 +45,12 @@ def run(options: argparse.Namespace) -> int:
     if action in _WORK:
         return _WORK[action](records, options)
     if options.json:
-        from autoshard.api.explain import summary
+        from autoshard.explanation.explain import summary
 
         ratios = _against_experts(records)
         show_json([{"strategy": name, **summary(record), "against_expert": ratios[name]} for name, record in records.items()])
     elif action == "show":
-        from autoshard.api.explain import explain
+        from autoshard.explanation.explain import explain
 
         for name, record in records.items():
             show(explain(record))
@@ -121,8 +121,8 @@ def _verify(records: dict[str, Any], options: argparse.Namespace) -> int:
 
 def _reproduced(records: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
     """Per strategy what of it is not reproduced today, in words."""
-    from autoshard.api.reproduced import differences
-    from autoshard.api.strategy import Strategy
+    from autoshard.ask.reproduced import differences
+    from autoshard.ask.strategy import Strategy
     from autoshard.errors import AutoshardError
 
     for name, record in records.items():
@@ -151,8 +151,8 @@ def _program(record: Any) -> tuple:
 def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
     """Runs the commands of strategies that are not reproduced; an interrupted run goes on with those that are left."""
     from autoshard import library
-    from autoshard.api.confirm import with_confirmation_of
     from autoshard.cli.commands import run
+    from autoshard.plan.confirm import with_confirmation_of
     from autoshard.strategy import save_record
 
     failed = 0
@@ -172,9 +172,9 @@ def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
 def _confirm(records: dict[str, Any], options: argparse.Namespace) -> int:
     """Compiles strategies and records what the compiler makes of them; one that it refuses keeps its file, and the exit code is 1."""
     from autoshard import library
-    from autoshard.api.confirm import confirmation_of
-    from autoshard.api.strategy import Strategy
+    from autoshard.ask.strategy import Strategy
     from autoshard.errors import AutoshardError
+    from autoshard.plan.confirm import confirmation_of
     from autoshard.strategy import save_record
 
     found = []
@@ -198,7 +198,7 @@ def _confirm(records: dict[str, Any], options: argparse.Namespace) -> int:
 
 def _confirmed(record: Any) -> str:
     """The compiled figures next to the predicted ones, in words."""
-    from autoshard.api.explain import compiled_table
+    from autoshard.explanation.explain import compiled_table
 
     shares = (f"{share} of {what}" for what, _, _, share in compiled_table(record).rows if share)
     return f"confirmed by {record.confirmation.name} ({record.confirmation.version}); of what was predicted it has {', '.join(shares)}"

@@ -13,10 +13,10 @@ import numpy as np
 from flax import nnx
 
 import autoshard
-from autoshard.api.explain import argument_parts, side_by_side
-from autoshard.api.explain import summary as strategy_summary
-from autoshard.api.strategy import Strategy
+from autoshard.ask.strategy import Strategy
 from autoshard.demo.programs import Program
+from autoshard.explanation.explain import argument_parts, side_by_side
+from autoshard.explanation.explain import summary as strategy_summary
 from autoshard.render import Heading, Paragraph, Report, Table, format_bytes, format_count, format_seconds
 from autoshard.verify import Row, collectives_of
 from autoshard.verify import compare as compare_collectives

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import autoshard
-from autoshard.api.verification import expected
+from autoshard.ask.verification import expected
 from autoshard.ir import Collective
 from autoshard.verify import Ahead, Flops, Row, collectives_of, compare, dot_flops
 

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.api.step import Step
-from autoshard.api.verification import peak_bytes_of
+from autoshard.ask.verification import peak_bytes_of
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
+from autoshard.run.step import Step
 from autoshard.verify import Ahead, compile_ahead, topology_of
 from benchmarks.models import MODELS
 from benchmarks.single_dtype import gpt, lstm, moe, resnet, unet

@@ -18,8 +18,8 @@ from functools import partial
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.api.prepared import RESERVE
 from autoshard.cluster import Cluster
+from autoshard.plan.prepared import RESERVE
 from autoshard.progress import Progress
 from autoshard.render import Table, format_bytes
 from benchmarks.cost_model.compiled import NO_LIMIT, Case, compiled

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from scipy.stats import rankdata
 
-from autoshard.api.recorded import record_of
-from autoshard.api.strategy import Strategy
+from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
@@ -27,6 +26,7 @@ from autoshard.judge.model import CostModel
 from autoshard.problem import Problem
 from autoshard.render import Paragraph, Part, Table, format_seconds
 from autoshard.rules import rules_of
+from autoshard.run.recorded import record_of
 from autoshard.search import DataParallel, FullySharded, RecursiveProgramming, Solution
 from autoshard.search.propagation import Propagation
 from autoshard.trace import trace

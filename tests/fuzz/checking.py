@@ -18,8 +18,6 @@ from random_assignments import random_assignment
 from rewrite.padding_checks import everywhere, with_garbage
 
 import autoshard
-from autoshard.api.padded import PaddedArguments
-from autoshard.api.tracing import TracedOnce
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Collective, Mesh, replicated, result_layouts
@@ -29,6 +27,8 @@ from autoshard.problem import Problem
 from autoshard.rewrite import rewritten
 from autoshard.rewrite.extents import resized
 from autoshard.rules import rules_of
+from autoshard.run.padded import PaddedArguments
+from autoshard.run.tracing import TracedOnce
 from autoshard.trace import Traced, trace
 from autoshard.verify import compare, explicit_collectives
 

@@ -13,11 +13,11 @@ import pytest
 from programs import PROGRAMS
 
 import autoshard
-from autoshard.api import attempts
 from autoshard.cluster import Cluster
 from autoshard.errors import OutOfTime, SearcherError, SearchLimitError
 from autoshard.mesh_search import anytime
 from autoshard.mesh_search.anytime import timed
+from autoshard.plan import attempts
 from autoshard.problem import problem
 from autoshard.problem.cost_tables import CostTables
 from autoshard.progress import silent

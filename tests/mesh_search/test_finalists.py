@@ -9,11 +9,11 @@ import pytest
 from programs import PROGRAMS
 
 import autoshard
-from autoshard.api.prepared import prepare
-from autoshard.api.user_pins import Asked
 from autoshard.ir import Collective, Mesh
 from autoshard.mesh_search.finalists import finalists, is_baseline
 from autoshard.mesh_search.search import search_meshes
+from autoshard.plan.prepared import prepare
+from autoshard.plan.user_pins import Asked
 from autoshard.search import searcher_of, solve
 
 

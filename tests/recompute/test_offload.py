@@ -11,10 +11,10 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.api.step import program_of
 from autoshard.errors import InfeasibleError, ShardingError, StrategyError
 from autoshard.ir import is_transfer
 from autoshard.recompute import offloaded, optimizer_state
+from autoshard.run.step import program_of
 from autoshard.trace import trace
 
 WIDTH = 512

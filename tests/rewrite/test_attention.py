@@ -11,9 +11,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api import variants
 from autoshard.cluster import Cluster
 from autoshard.errors import TraceError
+from autoshard.plan import variants
 from autoshard.rewrite import Rewriting, from_json, to_json
 from autoshard.rewrite.attention import FusedAttention, proposals
 from autoshard.rewrite.attention_kernels import CUDNN, SPLASH

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 import autoshard
 from autoshard import rewrite
-from autoshard.api import variants
+from autoshard.plan import variants
 from autoshard.trace import Traced
 from autoshard.trace.traced import rebuilt
 

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api.step import Step
 from autoshard.rules import rules_of
+from autoshard.run.step import Step
 from autoshard.trace import trace
 
 BATCH, LENGTH, HEADS, SHARED, WIDTH = 8, 64, 8, 4, 64

@@ -14,8 +14,8 @@ from jax.experimental.pallas.ops.tpu import paged_attention, ragged_paged_attent
 from jax.sharding import PartitionSpec as P
 
 import autoshard
-from autoshard.api.step import Step
 from autoshard.rules import rules_of
+from autoshard.run.step import Step
 from autoshard.testing import check_kernel_rule
 from autoshard.trace import library_kernels, trace
 

@@ -1,0 +1,147 @@
+"""The questions that a plan answers: why it is so, what it looks like, and which lines make JAX arrive at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from autoshard.ask.pins import Pins
+from autoshard.errors import StrategyError
+from autoshard.explanation import explanation_of
+from autoshard.explanation.explain import StrategyReport, explain
+from autoshard.explanation.explain_pipeline import timeline_of
+from autoshard.explanation.searched import Searched
+from autoshard.explanation.tensor_report import TensorReport, explain_tensor, explain_tensor_of_stages
+from autoshard.ir.naming import is_backward
+from autoshard.pipeline.figures import stage_kinds
+from autoshard.plan.plan import Plan, named_as_strategies
+from autoshard.plan.user_pins import Asked, user_pins
+from autoshard.problem import Problem
+from autoshard.progress import Progress, silent
+from autoshard.report import HtmlReport, report
+from autoshard.rewrite import from_json
+from autoshard.run.pipeline_step import staged_as
+from autoshard.run.step import program_of
+from autoshard.trace import outside_mesh
+from autoshard.trace.leaves import argument_names
+from autoshard.verify.pins import fewest_pins
+
+
+class Answer(Plan):
+    """A plan that explains itself."""
+
+    def _repr_html_(self) -> str:
+        return self.explain()._repr_html_()
+
+    def explain(self, tensor: str | None = None, details: bool = False, spec: PartitionSpec | None = None) -> StrategyReport | TensorReport:
+        """A report that prints in a terminal and shows in a notebook; ``explain().data`` is the same as numbers and names.
+
+        Args:
+            tensor: the path of an argument or a result, a pattern, or the end of a path that no other has, such as ``"layers/*/up"``; or
+                of a computed value the name that `jax.ad_checkpoint.checkpoint_name` gives it, its source line, as ``"model.py:41"``, its
+                layer, or its operation, as ``"op 57"``. Then the report is why it is sharded so, what other layouts would cost, alone and
+                with everything else chosen anew, and what makes others unavailable.
+            details: whether to add pictures of the shards, the results, the proof of optimality, and what the searcher did; of a tensor
+                of a large program, whether all its layouts are searched rather than a few.
+            spec: a layout of which to say why the tensor does not have it.
+
+        Raises:
+            StrategyError: the strategy is from a file and has no program; or no tensor has the name, or several have.
+        """
+        if tensor is None:
+            if spec is not None:
+                raise StrategyError("spec= is a layout of one tensor, and none is named. Pass both: explain('up', spec=P('model')).")
+            return explain(self.record, self._judged, details, self._judged_stages)
+        if not isinstance(tensor, str):
+            raise StrategyError(f"a tensor is given by its name, got {tensor!r}. Use a path that explain() prints, such as 'layers/*/up'.")
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise StrategyError(f"spec= is a PartitionSpec, got {spec!r}. Write P('model', None), for instance.")
+        if self._traced is None:
+            raise StrategyError(
+                "other layouts of a tensor are searched in its program, which a strategy from a file lacks. Pass the function: "
+                "strategy.with_program(fn, *args).explain(tensor); on the command line autoshard explain FILE MODULE:FUNCTION --args "
+                "MODULE:NAME --tensor NAME."
+            )
+        asked = None if spec is None else tuple(spec)
+        if self.record.pipeline is not None:
+            judged = zip(self._judged_stages, [stage._in_question() for stage in self.stages], strict=True)
+            return explain_tensor_of_stages(list(judged), tensor, asked, details)
+        assert self._judged is not None, "a strategy with its program"
+        return explain_tensor(self._judged, tensor, self._in_question(), asked, details)
+
+    def _in_question(self) -> Searched:
+        """What the search knows, with its problem; of a sharding that was given, or from a file, that is made for the first question."""
+        known, record = self._searched, self.record
+        if known.problem is None or known.problem.mesh != record.mesh:
+            graph, judged = known.facts.graph, self._judged
+            assert judged is not None, "a strategy with its program"
+            pins = self._pins or user_pins(Asked(), graph, [()] * len(graph.arguments), False)
+            limit = record.memory_limit_bytes or judged.model.cluster.memory_limit_bytes
+            self._known = known = replace(known, problem=Problem(known.facts, judged.model, pins.on(record.mesh), limit))
+        return known
+
+    def report(self) -> HtmlReport:
+        """The strategy as a page with timeline, memory, mesh, tables and graph, which a notebook shows.
+
+        ``report().save_html(path)`` writes it as one file that opens offline, ``report().save_trace(path)`` the timeline for
+        ui.perfetto.dev. Of a strategy from a file the page has what the record has; `with_program` gives it the rest.
+
+        >>> import jax.numpy as jnp
+        >>> import autoshard
+        >>> strategy = autoshard.search(lambda w, x: x @ w, jnp.ones((4, 4)), jnp.ones((8, 4)), cluster="cpu:8")
+        >>> strategy.report().html[:15]
+        '<!DOCTYPE html>'
+        """
+        pipeline = self.record.pipeline
+        schedule = None if pipeline is None else timeline_of(self.record, pipeline)
+        judged, stages = self._judged_stages, []
+        if pipeline is not None and self._traced is not None:  # none of a file
+            programs = staged_as(self._traced, self.record, pipeline).stages
+            stages = [(one, stage_kinds(stage)) for one, stage in zip(judged, programs, strict=True)]
+        return report(self.record, explanation_of(self.record, self._judged, judged), self._judged, schedule, stages)
+
+    @outside_mesh(keep_auto=True)
+    def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
+        """The fewest argument specs and ``with_sharding_constraint`` lines that make JAX's own propagation arrive at this strategy.
+
+        The answer prints as Python to paste, each line with the source line where it belongs, and says whether a program with only
+        these lines was seen to have the strategy's collectives.
+
+        Args:
+            fn, args: the program that the strategy is for.
+            budget_seconds: how long to look for lines that can go; what is left by then is verified all the same.
+            progress: called with what is being done and the fraction that is done.
+
+        Raises:
+            StrategyError: ``fn`` is not the program the strategy is for.
+        """
+        if self.record.program.rewrites:
+            what = "; ".join(rewrite.describe() for rewrite in from_json(self.record.program.rewrites))
+            raise StrategyError(
+                f"pins shard a program as it is, and this strategy has it rewritten: {what}. Search with padding=False, balance=None "
+                "and kernels=None."
+            )
+        if self.remat is not None:
+            raise StrategyError("pins shard a program as it is, and this strategy computes values again. Search with remat=None.")
+        if self.offload:
+            raise StrategyError("pins shard a program as it is, and this strategy keeps state on hosts. Search with offload=None.")
+        if self.microbatches > 1:
+            is_pipeline = self.record.pipeline is not None or self.record.program.stages > 1
+            how, option = ("a pipeline", "stages") if is_pipeline else (f"{self.microbatches} microbatches", "microbatches")
+            raise StrategyError(f"pins shard a program as it is, and this strategy runs it as {how}. Search with {option}=None.")
+        traced, rules, path = program_of(fn, args, self.record, before=self._traced)
+        graph = traced.graph
+        found = fewest_pins(traced.jaxpr, graph, rules, self.record.assignment, path, budget_seconds, progress)
+        return Pins(
+            record=self.record,
+            found=found,
+            differentiated=any(map(is_backward, graph.walk())),
+            argument_names=argument_names(fn, len(args)),
+            has_modules=traced.modules is not None,
+        )
+
+
+named_as_strategies(Answer)

@@ -1,0 +1,289 @@
+"""A strategy compared with what it would be otherwise: the same program, searched again under one change.
+
+What the strategy's own search knows serves the new one: the facts of the program where the compiler is the same, all cost tables where the
+mesh is, and the messages of its bound as a warm start. Other pins of arguments leave all tables but those of the pinned arguments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
+from autoshard.errors import InfeasibleError, ShardingError, StrategyError, TraceError
+from autoshard.explanation.tensor import by_first_that_holds
+from autoshard.ir import Mesh
+from autoshard.ir.naming import matching
+from autoshard.ir.remat import Remat
+from autoshard.judge.model import CostModel
+from autoshard.plan.argument_shardings import some
+from autoshard.plan.attempts import Attempts, Found
+from autoshard.plan.meshes import given_mesh, meshes_of
+from autoshard.plan.microbatching import checked_number
+from autoshard.plan.plan import Plan
+from autoshard.plan.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
+from autoshard.plan.refusals import with_untried
+from autoshard.plan.stage_searches import Call as StageCall
+from autoshard.plan.stage_searches import in_stages
+from autoshard.plan.user_pins import Asked, Pins, UserPins, user_pins
+from autoshard.problem import Problem
+from autoshard.progress import silent
+from autoshard.render import format_bytes
+from autoshard.run.recorded import Call
+from autoshard.run.step import plain
+from autoshard.search import Searcher, Solution, batch_dims
+from autoshard.strategy import PipelineRecord
+from autoshard.trace import SplitModules, Traced, held, outside_mesh
+
+
+@outside_mesh(keep_auto=True)
+def what_if(
+    strategy: Plan,
+    *,
+    pins: Pins | None = None,
+    cluster: Cluster | str | Path | None = None,
+    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None,
+    batch: int | None = None,
+    microbatches: int | None = None,
+    memory_limit_bytes: float | None = None,
+) -> tuple[str, Plan]:
+    """The change in words, and the plan under it; as `Strategy.what_if` says."""
+    record = strategy.record
+    if strategy._traced is None:
+        raise StrategyError(
+            "what_if searches the program again, and a strategy from a file has none. Pass the function: "
+            "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
+        )
+    if microbatches is not None and isinstance(checked_number(microbatches), str):
+        raise ShardingError(f"a what-if is of a number of microbatches, got {microbatches!r}. Use 4, for instance.")
+    if microbatches is not None and strategy._call is None:
+        raise StrategyError("a stage of a pipeline has its microbatches. Call what_if(microbatches=...) of the pipeline's strategy.")
+    own_cluster = Cluster.from_dict(record.cluster)
+    there = own_cluster if cluster is None else cluster_of(cluster)
+    limit = memory_limit_bytes if memory_limit_bytes is not None else _own_limit(strategy, own_cluster, there)
+    limit_of(there, limit)
+    asked = Asked.of(pins)
+    words = _asked_words(strategy, pins, cluster, mesh, batch, microbatches, memory_limit_bytes)
+    if record.pipeline is not None:
+        with _told_of_batch(strategy, batch):
+            stage_mesh = _stage_mesh(record.pipeline, mesh, cluster)
+            after = _pipeline(
+                strategy, record.pipeline, asked, there, stage_mesh, batch, microbatches or record.program.microbatches, limit
+            )
+        return words, after
+    given = record.mesh if mesh is None and cluster is None else mesh
+    wanted = None if given is None or isinstance(given, int) else given_mesh(given)
+    if wanted is not None:
+        there.check(wanted)
+    with _told_of_batch(strategy, batch):
+        question = _Question(strategy, asked, there, given, wanted, batch, microbatches, limit, own_axes=mesh is None)
+        (prepared, solution, problem), searcher = by_first_that_holds(lambda searcher: (question.found(searcher), searcher))
+    [solution] = prepared.overlapped([_with_notes(solution, strategy)], problem)
+    return words, prepared.plan(problem.mesh, solution, searcher, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """A search of a strategy's program under one change.
+
+    Attributes:
+        strategy: the strategy.
+        asked, there, given, limit: the pins, the cluster, the mesh or the number of axes, and the memory limit; None: the cluster's.
+        wanted: the mesh, where it is given.
+        batch: the size of the batch; None: as it is.
+        microbatches: their number, which is then kept; None: the strategy's.
+        own_axes: whether a mesh that is searched may have as many axes as the strategy's.
+    """
+
+    strategy: Plan
+    asked: Asked
+    there: Cluster
+    given: Any
+    wanted: Mesh | None
+    batch: int | None
+    microbatches: int | None
+    limit: float | None
+    own_axes: bool
+
+    def found(self, searcher: Searcher) -> Found:
+        """The best in the strategy's own microbatches and recomputation, or in the microbatches that are asked for; where nothing fits so,
+        in those that a search finds, if none are asked for.
+
+        Raises:
+            InfeasibleError: nothing fits.
+        """
+        program, warm = self.strategy.record.program, replace(self.strategy._searched.hints, least=math.inf, start=None)
+        n, reserves = self.microbatches or program.microbatches, self.limit is None
+        own = n, program.remat, None, bool(program.offload)
+        if self.strategy._call is None or own != (1, None, None, False) or self.microbatches is not None:
+            prepared = self.prepared(*own)
+            searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None, warm=warm)
+            try:
+                return prepared, *within(prepared, searched, reserves, self.given)
+            except InfeasibleError as error:
+                if self.strategy._call is None or program.stages > 1 or self.microbatches is not None:
+                    raise with_untried(error, ["other numbers of microbatches", "other recomputation"]) from None
+        offload = "optimizer" if program.offload else None
+        return Attempts(
+            self.prepared, searcher, "fit", "fit", offload, self.given, None, reserves, silent, (), None, 1, warm=warm
+        ).found()  # fmt: skip
+
+    def prepared(self, microbatches: int, remat: Remat | None, whole: Traced | None, on_host: bool) -> Prepared:
+        """The program in so many microbatches, with a recomputation, and with optimizer state on hosts or not; what is known serves."""
+        strategy, there, record = self.strategy, self.there, self.strategy.record
+        program, call, seconds = record.program, strategy._call, {}
+        own = (program.microbatches, program.remat, bool(program.offload))
+        if self.batch is None and (microbatches, remat, on_host) == own:
+            traced, facts = strategy._traced, _facts(strategy, there)
+        else:
+            call = strategy._call if self.batch is None else with_batch_size(strategy, self.batch)
+            assert call is not None, "a stage of a pipeline is searched as it is"
+            axes = (*(record.mesh if self.wanted is None else self.wanted).all_names, *self.asked.axes)
+            how = microbatches, remat, whole, on_host, program.stages, program.rounds, program.batch
+            traced, facts, seconds = traced_of(*call, record.donate_argnums, axes, there, *how)
+        assert traced is not None, "a strategy with its program"
+        both = _with(strategy._pins, self.asked, traced, self.wanted is None)
+        most = self.given if isinstance(self.given, int) else 2
+        meshes, is_free = meshes_of(there, both, self.wanted, most, program.stages)
+        n_axes = len(record.mesh.axes)
+        finest = n_axes if is_free and n_axes > 2 and self.own_axes else 0  # a strategy on three axes is compared with one on three
+        known = strategy._searched
+        tables = known.problem if facts is known.facts else None
+        bytes_limit = limit_of(there, self.limit)
+        return Prepared(traced, facts, there, meshes, finest, both, bytes_limit, seconds, call, tables, self.limit is not None)
+
+
+def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
+    """The mesh of each stage: that of the question, else the strategy's where the devices are the same, else any."""
+    return dict(pipeline.stages[0].record.mesh.shape) if mesh is None and cluster is None else mesh
+
+
+def _pipeline(
+    strategy: Plan, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, n: int, limit: float | None
+) -> Plan:
+    """The pipeline of as many stages and chunks, on the same schedule, in ``n`` microbatches, with its stages searched again."""
+    traced, call, record = strategy._traced, strategy._call, strategy.record
+    assert traced is not None and call is not None, "a strategy with its program"
+    fn, args = call if batch is None else with_batch_size(strategy, batch)
+    own, remat = strategy._pins, record.program.remat
+    pins = asked if own is None else replace(own.asked, specs={**own.asked.specs, **asked.specs})
+    known = None
+    if batch is None and remat is None:
+        known = traced, _facts(strategy, there), {"trace_seconds": 0.0, "n_ops": len(traced.graph.walk())}
+
+    def by(searcher: Searcher) -> Plan:
+        again = StageCall(
+            fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, n, pipeline.schedule,
+            None if remat is None else remat.mode, (), None, silent, remat,
+        )  # fmt: skip
+        return in_stages(again, pipeline.n_parts, known)
+
+    return by_first_that_holds(by)
+
+
+def _own_limit(strategy: Plan, before: Cluster, there: Cluster) -> float | None:
+    """The limit that the strategy was searched with, on devices of the same memory; None: the cluster's."""
+    same = before.device.memory_bytes == there.device.memory_bytes
+    return strategy.record.memory_limit_bytes if same else None
+
+
+def _facts(strategy: Plan, there: Cluster) -> ProgramFacts:
+    """The program's facts for a cluster's compiler."""
+    known = strategy._searched.facts
+    compiler = compiler_of(there)
+    return known if known.compiler == compiler else program_facts(known.graph, known.rules, compiler)
+
+
+def _with_notes(solution: Solution, strategy: Plan) -> Solution:
+    """The solution with a note on pins that a strategy from a file does not have."""
+    n = strategy.record.stats.get("pins", 0) if strategy._pins is None else 0
+    pins = "the pin of its search, which is" if n == 1 else f"the {n} pins of its search, which are"
+    note = f"the strategy's file does not have {pins} not kept here: pass pins="
+    return replace(solution, notes=(*solution.notes, note)) if n else solution
+
+
+def _with(own: UserPins | None, asked: Asked, traced: Traced, is_searched: bool) -> UserPins:
+    """The strategy's own pins, and those of the question, which come before."""
+    graph = traced.graph
+    if own is None:
+        return user_pins(asked, graph, [()] * len(graph.arguments), is_searched)
+    given = {at: spec for pattern, spec in asked.specs.items() for at in matching(pattern, graph.argument_paths)}
+    kept = {at: each for at, each in own.kept.items() if at not in given}
+    both = Asked({**own.asked.specs, **asked.specs}, own.asked.arguments, own.asked.batch_axes, own.asked.batch)
+    return replace(own, asked=both, graph=graph, given={**own.given, **given}, kept=kept)
+
+
+def with_batch_size(strategy: Plan, batch: int) -> Call:
+    """The strategy's call with a batch of another size.
+
+    Raises:
+        StrategyError: the size is no positive number, no argument has a batch, or the strategy is a stage's.
+    """
+    if strategy._call is None:
+        raise StrategyError("a stage of a pipeline has no batch of its own. Call what_if(batch=...) of the pipeline's strategy.")
+    fn, args = strategy._call
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise StrategyError(f"a batch is a positive number of examples, got {batch!r}. Use 512, for instance.")
+    dims = _batch(strategy)
+    split = SplitModules(held(plain(fn), args))
+    leaves, tree = jax.tree.flatten(split.states)
+    changed = []
+    for value, leaf in zip(strategy._searched.facts.graph.arguments, leaves, strict=True):
+        dim = dims.get(value)
+        if dim is not None:
+            leaf = jax.ShapeDtypeStruct((*leaf.shape[:dim], batch, *leaf.shape[dim + 1 :]), leaf.dtype)
+        changed.append(leaf)
+    return fn, split.rebuild(tree.unflatten(changed))
+
+
+def _batch(strategy: Plan) -> Mapping[int, int]:
+    """By value number the dimension of the batch of each argument that has it.
+
+    Raises:
+        StrategyError: none has.
+    """
+    known, record = strategy._searched, strategy.record
+    own = record if record.pipeline is None else record.pipeline.stages[0].record  # whose mesh has no axis of stages
+    dims = batch_dims(known.problem or Problem(known.facts, CostModel(Cluster.from_dict(own.cluster), own.mesh)))
+    if not dims:
+        name = known.facts.graph.name
+        raise StrategyError(f"no argument of {name!r} has a batch that can be split. Pass other arguments to autoshard.search.")
+    return dims
+
+
+def _batch_words(strategy: Plan) -> str:
+    """``dim 0 of batch['x'], batch['y'], 256 now``."""
+    graph, dims = strategy._searched.facts.graph, _batch(strategy)
+    paths = [path for value, path in zip(graph.arguments, graph.argument_paths, strict=True) if value in dims]
+    value, dim = next(iter(dims.items()))
+    return f"dim {dim} of {some(paths)}, {graph.values[value].shape[dim]} now"
+
+
+@contextmanager
+def _told_of_batch(strategy: Plan, batch: int | None) -> Iterator[None]:
+    """Errors of a step that does not compute another batch say which arrays were given another size."""
+    try:
+        yield
+    except TraceError as error:
+        if batch is None:
+            raise
+        told = f"what_if(batch={batch}) traces the step again ({_batch_words(strategy)}), which must be able to compute such a batch."
+        raise TraceError(f"{told} {error} Or ask for another size.") from error
+
+
+def _asked_words(strategy: Plan, pins: Any, cluster: Any, mesh: Any, batch: Any, microbatches: Any, limit: Any) -> str:
+    """``cluster=v5e:4x8, batch=1024 (dim 0 of x, 256 now)``."""
+    size = None if batch is None else f"{batch} ({_batch_words(strategy)})"
+    held = None if limit is None else format_bytes(limit)
+    given: Sequence[tuple[str, Any]] = (("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size))
+    asked = (*given, ("microbatches", microbatches), ("memory_limit_bytes", held))
+    return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "searched again"

@@ -1,0 +1,104 @@
+"""The finalists of a search while a compiler, or devices, decide among them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from autoshard.cluster import Cluster
+from autoshard.errors import OutOfTime
+from autoshard.plan.agreement import everyones
+from autoshard.plan.plan import Plan
+from autoshard.progress import Progress
+from autoshard.run.padded import PaddedArguments
+from autoshard.run.step import Step
+from autoshard.strategy import Finalist
+
+MOST_WORDS = 300  # characters of what a compiler says that go into a note
+
+
+@dataclass(slots=True)
+class Board:
+    """What is known of each finalist so far, and what limits there are.
+
+    Attributes:
+        strategies: the finalists, in the order of their predicted step times.
+        finders: per finalist the name of the searcher whose answer it is.
+        fn, args: their program.
+        memory_limit_bytes: the user's limit of a device's memory; None where it is the device's own.
+        until: on `time.perf_counter`'s clock, when the time is over; None: never.
+        together: whether all processes decide on the finalists together, and so end together.
+        progress: called with what is being done and the fraction that is done.
+        found: per finalist what there is to record of it; one that was accepted is "slower" until it is taken.
+        ended: whether the time, or Ctrl-C, ended the decision.
+    """
+
+    strategies: Sequence[Plan]
+    finders: Sequence[str]
+    fn: Callable
+    args: tuple
+    memory_limit_bytes: float | None
+    until: float | None
+    progress: Progress
+    together: bool = False
+    found: list[Finalist] = field(init=False)
+    ended: bool = field(default=False, init=False)
+
+    def __post_init__(self):
+        self.found = [
+            Finalist(finder, replace(strategy.record.mesh, placement=None), strategy.cost.makespan_seconds, "not reached")
+            for finder, strategy in zip(self.finders, self.strategies, strict=True)
+        ]
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster.from_dict(self.strategies[0].record.cluster)
+
+    @property
+    def accepted(self) -> list[int]:
+        """The numbers of those that may be taken, in the order of their predicted step times."""
+        return [number for number, each in enumerate(self.found) if each.outcome == "slower"]
+
+    def note(self, number: int, **changes: Any) -> None:
+        """Records something of a finalist."""
+        self.found[number] = replace(self.found[number], **changes)
+
+    def failed(self, number: int, error: Exception) -> None:
+        """Records that it could not be lowered, compiled or run."""
+        self.note(number, outcome="failed", reason=in_words(error))
+
+    def exceeds(self, peak_bytes: float | None) -> bool:
+        """Whether so large a peak is beyond the user's limit."""
+        return None not in (peak_bytes, self.memory_limit_bytes) and peak_bytes > self.memory_limit_bytes  # pyright: ignore
+
+    def lowered(self, number: int, platform: str, mesh: jax.sharding.Mesh | None = None) -> jax.stages.Lowered:
+        """The finalist's program as `Strategy.apply` lowers it."""
+        record = self.strategies[number].record
+        return Step(self.fn, record, mesh).lower(*PaddedArguments(record).as_stored(self.args), platform=platform)
+
+    def tell(self, doing: str, number: int, done: float) -> None:
+        """Shows what is being done with a finalist, and how many are done.
+
+        Raises:
+            OutOfTime: the time is over.
+        """
+        self.check_time()
+        each, n = self.found[number], len(self.found)
+        self.progress(f"{doing}, {number + 1} of {n}: {each.found_by} on mesh {each.mesh}", done / n)
+
+    def check_time(self) -> None:
+        """Raises `OutOfTime` where the time is over, of any process of those that decide together."""
+        is_over = self.until is not None and time.perf_counter() > self.until
+        if any(everyones(is_over)) if self.together else is_over:
+            raise OutOfTime("the time that confirming was given is over.")
+
+
+def in_words(error: Exception) -> str:
+    """The beginning of an error's message as one line that a file and a terminal can show."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = "".join(character for character in text if character.isprintable())
+    return text if len(text) <= MOST_WORDS else f"{text[:MOST_WORDS]}..."

@@ -1,0 +1,235 @@
+"""One search over stages, devices, microbatches, schedules and shardings: the best strategy without stages, and the best pipeline.
+
+Numbers of stages, one of them for none, and of microbatches are ranked first by the costs of the step's layers
+(`autoshard.pipeline.plan_search`). What is promised to be fastest is then searched: the step without stages as a whole, pipelines stage by
+stage as `search(stages=)` does. The answer is the fastest strategy by its own predicted step time. A lower bound of all plans is in its
+notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+from autoshard.budgets import BUDGETS
+from autoshard.cluster import Cluster
+from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
+from autoshard.pipeline.plans import Candidate, Estimate, Plans
+from autoshard.plan.plan import Plan
+from autoshard.progress import Progress, part
+from autoshard.render import format_percent, format_seconds
+
+PLANS = ("sharding", "full")
+TRIES = 2  # pipelines that are searched stage by stage
+STAGES = (2, 4)  # that are tried for a step without equal layers
+SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
+EXPLORING = 60.0  # seconds of one core in which plans are compared: not of the clock, so that other programs leave the answer as it is
+DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
+DEEP_GAIN = 0.05  # of such a step's seconds, that is worth the searches of a pipeline: they take minutes
+LEAST_SECONDS = 1e-3  # of a search whose time is over: it has its first answer
+DEEP_SECONDS = 60.0  # of one core, in which such a step, or a pipeline of it, is searched, without a time limit
+REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
+
+
+class Comparing(Protocol):
+    """The comparison of plans, which goes on where it was left (`autoshard.pipeline.plan_search.Planning.run`)."""
+
+    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, n_stages: int | None, /) -> Plans | None: ...
+
+
+class Whole(Protocol):
+    """The search of the step without stages: on any mesh, or as a plan says; within some seconds, or None for no limit."""
+
+    def __call__(self, seconds: float | None, like: Estimate | None = None, /) -> Plan: ...
+
+
+class StagedSearch(Protocol):
+    """The search of a pipeline of a number of stages: as a plan says, or None for any; within some seconds, or None for no limit."""
+
+    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None, /) -> Plan: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Searches:
+    """The searches that are compared.
+
+    Attributes:
+        whole: of the step without stages.
+        plans: of numbers of stages and microbatches; None where the step has no equal layers.
+        staged: of a pipeline.
+        is_deep: whether the step has so many operations that it is not searched as a whole on every mesh.
+    """
+
+    whole: Whole
+    plans: Comparing
+    staged: StagedSearch
+    is_deep: bool = False
+
+
+def checked_plan(plan: Any, stages: Any, mesh: Any) -> bool:
+    """Whether all is searched.
+
+    Raises:
+        ShardingError: there is no such plan, or an option fixes what it searches.
+    """
+    if plan not in PLANS:
+        raise ShardingError(f"plan is 'sharding' or 'full', got {plan!r}. Use 'full' to search pipelines too.")
+    if plan == "full" and (stages is not None or (mesh is not None and not isinstance(mesh, int))):
+        given = "stages" if stages is not None else "mesh"
+        raise ShardingError(f"plan='full' searches numbers of stages and their meshes, got {given}=. Leave out {given}, or plan.")
+    return plan == "full"
+
+
+def checked_schedule(schedule: Any, has_stages: bool) -> None:
+    """Raises `ShardingError` for a schedule without a pipeline."""
+    if schedule is not None and not has_stages:
+        raise ShardingError(
+            f"a schedule is the order of a pipeline's tasks, got schedule={schedule!r} without one. Add stages=, or plan='full'."
+        )
+
+
+def fullest(
+    searches: Searches,
+    cluster: Cluster,
+    limit_seconds: float | None,
+    progress: Progress,
+    ends: tuple[type[BaseException], ...] = (),
+) -> Plan:
+    """The fastest strategy of all searches.
+
+    Args:
+        ends: the exceptions after which the best strategy so far is the answer, if there is one.
+
+    Raises:
+        InfeasibleError: nothing fits, with stages or without.
+    """
+    until = math.inf if limit_seconds is None else time.perf_counter() + limit_seconds
+    found: list[Plan] = []
+    failure: AutoshardError | None = None
+    plans: Plans | None = None
+
+    def left(most: float = math.inf) -> float | None:
+        """Seconds that are left, ``most`` at most; None for no limit."""
+        seconds = min(until - time.perf_counter(), most)
+        return None if seconds == math.inf else max(seconds, LEAST_SECONDS)
+
+    def keep(search: Callable[[float | None], Plan], seconds: float | None) -> None:
+        """Searches; Ctrl-C is for the searches that are left, too, which then have no time."""
+        nonlocal until
+        started, computing = time.perf_counter(), time.thread_time()
+        found.append(search(seconds))
+        is_over = seconds is not None and time.perf_counter() - started >= seconds
+        is_over = is_over or (searches.is_deep and time.thread_time() - computing >= DEEP_SECONDS)
+        if found[-1].record.stats.get("ended_early") and not is_over:
+            until = -math.inf
+
+    def compare(n_stages: int | None, below: float = math.inf) -> Plans | None:
+        """Compares plans some more; Ctrl-C is for the searches that are left, too."""
+        nonlocal until, plans
+        exploring = until if limit_seconds is None else min(until, time.perf_counter() + SHARE * limit_seconds)
+        try:
+            plans = searches.plans(part(progress, 0.0, 0.3), exploring, EXPLORING, below, n_stages)
+        except ends:
+            until = -math.inf
+        if plans is not None and plans.ended_early:
+            until = -math.inf
+        return plans
+
+    try:
+        plans = compare(1)
+        alone = _alone(plans)
+        is_near = alone is not None and plans is not None and alone.makespan_seconds <= BUDGETS.near_makespan * plans.computing_seconds
+        if plans is not None and not is_near:
+            plans = compare(None)
+            alone = _alone(plans)
+        if not _is_far(alone, plans):
+            try:
+                like = alone if searches.is_deep else None
+                keep(lambda seconds: searches.whole(seconds, like), left(math.inf if limit_seconds is None else SHARE * limit_seconds))
+            except REFUSED as error:
+                failure = error
+        if is_near:
+            plans = compare(None, min((strategy.cost.makespan_seconds for strategy in found), default=math.inf))
+        tried = 0
+        for n_stages, like in _pipelines(plans, cluster):
+            fastest = min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
+            is_over = time.perf_counter() >= until
+            if tried == TRIES or (found and is_over) or (like is not None and like.makespan_seconds >= fastest):
+                break
+            try:
+                keep(partial(searches.staged, n_stages, like), left())
+                tried += 1
+            except REFUSED as error:
+                failure = failure or error
+        if not found and _is_far(alone, plans):
+            found.append(searches.whole(left()))
+    except ends:
+        if not found:
+            raise
+    if not found:
+        assert failure is not None
+        raise failure
+    return _answer(found, plans)
+
+
+def _alone(plans: Plans | None) -> Estimate | None:
+    """The fastest plan without stages."""
+    return None if plans is None else next((each for each in plans.ranked if each.candidate.n_stages == 1), None)
+
+
+def _is_far(alone: Estimate | None, plans: Plans | None) -> bool:
+    """Whether the step without stages is so much slower than the fastest plan, or does not fit, that it is not worth a search."""
+    if plans is None or not plans.ranked:
+        return False
+    return alone is None or alone.makespan_seconds > BUDGETS.near_makespan * plans.ranked[0].makespan_seconds
+
+
+def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, Estimate | None]]:
+    """Numbers of stages to search with their plans, the most promising first; of equal numbers of microbatches the fastest schedule."""
+    if plans is None:
+        return [(n, None) for n in STAGES if _has_parts(cluster, n)]
+    of_numbers: dict[Candidate, Estimate] = {}
+    for each in plans.ranked:
+        if each.candidate.n_stages > 1:
+            of_numbers.setdefault(each.candidate, each)
+    return [(each.candidate.n_stages, each) for each in of_numbers.values()]
+
+
+def _has_parts(cluster: Cluster, n_stages: int) -> bool:
+    try:
+        cluster.part(n_stages)
+    except ClusterError:
+        return False
+    return True
+
+
+def _answer(found: list[Plan], plans: Plans | None) -> Plan:
+    """The fastest, with what was compared, and a bound of it all, in its notes and counts."""
+    found = sorted(found, key=lambda strategy: strategy.cost.makespan_seconds)
+    best = found[0]
+    stats: dict[str, float] = {}
+    note = f"plan='full' compared {', '.join(map(_named, found))}"
+    if plans is not None:
+        note += f"; of {len(plans.bounds)} numbers of stages and microbatches it estimated {plans.n_searched}"
+        stats |= {"plans": len(plans.bounds), "plans_searched": plans.n_searched}
+    if plans is not None and plans.bounds:
+        makespan, objective = best.cost.makespan_seconds, best.cost.objective_seconds
+        computing, bound = min(plans.computing_seconds, makespan), min(plans.bound_of_faster(makespan), objective)
+        note += (
+            f". No plan takes less than {format_seconds(computing)}, computing alone; none that may be faster takes less than "
+            f"{format_seconds(bound)} without overlap (gap {format_percent(plans.gap_of(makespan, objective))})"
+        )
+        stats |= {"plan_computing_seconds": computing, "plan_bound_seconds": bound, "plan_gap": plans.gap_of(makespan, objective)}
+    record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})
+    return best.with_record(record)
+
+
+def _named(strategy: Plan) -> str:
+    pipeline = strategy.record.pipeline
+    what = "no stages" if pipeline is None else f"{len(pipeline.stages)} stages"
+    n = strategy.microbatches
+    return f"{what} in {n} microbatch{'es' * (n > 1)} ({format_seconds(strategy.cost.makespan_seconds)})"

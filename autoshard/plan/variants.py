@@ -1,0 +1,81 @@
+"""The program as it is written, or rewritten: each variant is searched, and the fastest is kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from autoshard.errors import AutoshardError
+from autoshard.plan.agreement import everyones
+from autoshard.plan.plan import Plan
+from autoshard.plan.prepared import cluster_of, whole_of
+from autoshard.plan.request import Request
+from autoshard.progress import Progress, part
+from autoshard.rewrite import PROPOSALS, Rewrite
+from autoshard.run.tracing import TracedOnce
+
+LEAST_SECONDS = 1e-6  # of a search that comes when the time is over, for its first answer
+
+
+Search = Callable[[TracedOnce, float | None, Progress, float], Plan]
+"""From a function, seconds to search it in, a progress callback, and the objective of a strategy that is known, to one that is faster."""
+
+
+def fastest(
+    once: TracedOnce, args: tuple, request: Request, search: Search, progress: Progress
+) -> tuple[Plan, TracedOnce] | TracedOnce:
+    """The fastest variant's strategy and function; the function alone, not searched, where there is nothing to rewrite.
+
+    Kinds of rewrites are chosen one after the other, each on top of those before it.
+
+    Raises:
+        AutoshardError: no variant has a strategy; that of the program as it is written.
+    """
+    until, seconds = None, request.searching_seconds
+    chosen: tuple[Rewrite, ...] = ()
+    found: dict[tuple[Rewrite, ...], Plan | AutoshardError] = {}
+
+    def proposals(kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
+        traced = whole_of(once.rewritten(before), args, request.donate_argnums, request.axes, request.asked.batch)
+        return [(*before, rewrite) for rewrite in PROPOSALS[kind](traced, cluster_of(request.cluster), request.rewriting)]
+
+    def tried(rewrites: tuple[Rewrite, ...], share: float, start: float) -> None:
+        left = None if until is None else max(LEAST_SECONDS, until - time.perf_counter()) * share
+        try:
+            least = min((each.cost.objective_seconds for each in found.values() if isinstance(each, Plan)), default=math.inf)
+            found[rewrites] = search(once.rewritten(rewrites), left, part(progress, start, (1 - start) * share), least)
+        except AutoshardError as error:
+            found[rewrites] = error
+
+    for kind in range(len(PROPOSALS)):
+        new = proposals(kind, chosen)
+        if not new:
+            continue
+        if until is None and seconds is not None:  # from here on, since tracing does not count
+            until = time.perf_counter() + seconds
+        is_choice = not any(getattr(rewrites[-1], "required", False) for rewrites in new)
+        among = [chosen, *new] if is_choice else new
+        # Where the first is much faster, it is soon known that the one as it is written is not.
+        untried = [rewrites for rewrites in (*new, chosen) if rewrites in among and rewrites not in found]
+        for k, rewrites in enumerate(untried):
+            if found and until is not None and time.perf_counter() > until and any(isinstance(each, Plan) for each in found.values()):
+                break
+            tried(rewrites, 1 / (len(untried) - k), k / len(untried))
+        chosen = _best(found, among)
+    if not found:
+        return once
+    best = found[chosen]
+    if isinstance(best, AutoshardError):
+        raise best
+    return best, once.rewritten(chosen)
+
+
+def _best(found: dict[tuple[Rewrite, ...], Plan | AutoshardError], among: list[tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:
+    """The variant of least predicted step time, on which all processes agree; the first where none has a strategy."""
+
+    def seconds(k: int) -> float:
+        each = found.get(among[k])
+        return each.cost.makespan_seconds if isinstance(each, Plan) else float("inf")
+
+    return among[everyones(min(range(len(among)), key=seconds))[0]]

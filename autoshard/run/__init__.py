@@ -1,0 +1,1 @@
+"""What runs on devices: steps and their calls, placed arguments, data."""

@@ -1,0 +1,97 @@
+"""Searches of several attempts: what takes longest is run once for all of them, and a refusal advises what was not tried."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from small_graphs import random_small
+
+import autoshard
+from autoshard.errors import InfeasibleError
+from autoshard.plan import attempts
+from autoshard.search import Auto, DataParallel
+from autoshard.search.auto import LAST_RESORT
+from autoshard.search.integer_model import Model
+
+OPTIONS = {"cluster": "cpu:8", "donate_argnums": 0}
+
+
+def step(params, x, y):
+    """A train step of eight equal layers in a scan."""
+
+    def loss(params):
+        x_out, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w["up"]) @ w["down"] + h, None), x, params)
+        return jnp.mean((x_out - y) ** 2)
+
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+
+def arguments():
+    """Abstract arguments of the step."""
+
+    def leaf(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return {"up": leaf(8, 64, 256), "down": leaf(8, 256, 64)}, leaf(64, 64), leaf(64, 64)
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The variables of the models that are solved."""
+    solved, solve = [], Model.solved
+    monkeypatch.setattr(Model, "solved", lambda self, *args: solved.append(self.n_variables) or solve(self, *args))
+    return solved
+
+
+def test_the_last_resort_has_one_budget(rounds):
+    """Where quick attempts find something no model is solved, and where none does all attempts and meshes share the rounds of one."""
+    found = autoshard.search(step, *arguments(), memory_limit_bytes=400e3, **OPTIONS)
+    assert found.cost.peak_bytes <= 400e3 and found.remat == "fit" and not rounds
+    few = Auto(last_resort=replace(LAST_RESORT, max_rounds=3))
+    with pytest.raises(InfeasibleError, match="computes again what it reads: the smallest peak is"):
+        autoshard.search(step, *arguments(), searcher=few, memory_limit_bytes=300e3, **OPTIONS)
+    assert len(rounds) == 3
+
+
+def test_what_only_the_last_resort_finds_is_found(rounds):
+    """At the least peak of any assignment, where the given member finds nothing, a search with all its attempts still does."""
+    fn, args = random_small(64)
+    options = {"cluster": "cpu:4", "mesh": {"data": 4}}
+    with pytest.raises(InfeasibleError) as refused:
+        autoshard.search(fn, *args, searcher="brute_force", memory_limit_bytes=1.0, microbatches=None, remat=None, **options)
+    limit = options["memory_limit_bytes"] = refused.value.smallest_peak_bytes
+    found = autoshard.search(fn, *args, searcher=Auto(members=(DataParallel(),)), **options)
+    assert found.cost.peak_bytes <= limit and rounds
+    assert "found by integer_programming, where nothing else was found within the memory limit" in found.notes
+    with pytest.raises(InfeasibleError):
+        autoshard.search(fn, *args, searcher=Auto(members=(DataParallel(),), last_resort=None), **options)
+
+
+@pytest.mark.parametrize(
+    ("asked", "advised", "tried"),
+    [
+        ({}, ["stages=2"], ["microbatches='fit'", "remat='fit'"]),
+        ({"microbatches": None}, ["microbatches='fit'", "stages=2"], ["remat='fit'"]),
+        ({"remat": None}, ["remat='fit'", "stages=2"], ["microbatches='fit'"]),
+        ({"microbatches": 4, "remat": "full"}, ["stages=2"], ["microbatches='fit'", "remat='fit'"]),
+    ],
+)
+def test_a_refusal_advises_what_was_not_tried(asked, advised, tried):
+    """More devices, a smaller batch and memory always help; microbatches, recomputation and stages are named if they were not tried."""
+    with pytest.raises(InfeasibleError) as refused:
+        autoshard.search(step, *arguments(), memory_limit_bytes=30e3, mesh={"data": 8}, **asked, **OPTIONS)
+    text = str(refused.value)
+    assert "Use more devices, a smaller batch, or a higher memory limit." in text and "rematerialisation" not in text
+    assert all(each in text for each in advised) and not any(each in text for each in tried)
+
+
+def test_no_other_attempt_is_made_where_the_arguments_are_too_large(monkeypatch):
+    """Split over all devices they are beyond the limit, which neither microbatches nor recomputation change."""
+    asked, searched = [], attempts.searched_on_meshes
+    monkeypatch.setattr(attempts, "searched_on_meshes", lambda *args, **options: asked.append(args) or searched(*args, **options))
+    with pytest.raises(InfeasibleError, match="The arguments alone, split over all devices, take 135 kB"):
+        autoshard.search(step, *arguments(), memory_limit_bytes=100e3, mesh={"data": 8}, **OPTIONS)
+    assert len(asked) == 1

@@ -1,0 +1,342 @@
+"""plan='full': the fastest of all, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autoshard
+from autoshard.ask.strategy import Strategy
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import program_facts
+from autoshard.ir import Mesh
+from autoshard.pipeline.layering import Layering
+from autoshard.pipeline.plan_search import Planning, search_plans
+from autoshard.pipeline.plans import FILL, Bounds, Candidate, Estimate, Plans
+from autoshard.pipeline.plans import Asked as Wanted
+from autoshard.plan import prepared
+from autoshard.plan.full_plan import DEEP_SECONDS, LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
+from autoshard.plan.prepared import traced_of
+from autoshard.plan.stage_searches import Call, in_stages, problems_on
+from autoshard.plan.user_pins import Asked
+from autoshard.progress import silent
+from autoshard.recompute import Options, rematerialised
+from autoshard.rules import rules_of
+from autoshard.run.tracing import TracedOnce
+from autoshard.search import DynamicProgramming
+from benchmarks import models
+
+
+def small(n_layers=4, batch=8):
+    return models.gpt(n_layers, 32, 4, 64, batch=batch, length=16, dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def found():
+    """A step without stages, and one with."""
+    fn, args = small()
+    return [autoshard.search(fn, *args, cluster="cpu:4", **options) for options in ({}, {"stages": 2, "microbatches": 4})]
+
+
+CLUSTER = Cluster.parse("cpu:4")
+NO_BOUNDS = (Bounds(0.0, 0.0),) * 3
+
+
+def refused(*_):
+    raise autoshard.InfeasibleError("none fits")
+
+
+def estimate(n_stages, seconds, schedule="1f1b"):
+    """Of a plan that promises so many seconds."""
+    layering = Layering((1,) * n_stages, (0,) * n_stages, seconds, (1.0,) * n_stages)
+    return Estimate(Candidate(n_stages, 4), schedule, Mesh((("data", 4 // n_stages),)), layering, (), None, seconds)
+
+
+def test_the_answer_is_the_fastest(found):
+    """A pipeline where nothing else fits, the step without stages where that is faster."""
+    plain, pipeline = found
+    alone = fullest(Searches(refused, lambda *_: None, lambda *_: pipeline), CLUSTER, None, silent)
+    assert alone.record.pipeline is not None
+    both = fullest(Searches(lambda *_: plain, lambda *_: None, lambda *_: pipeline), CLUSTER, None, silent)
+    assert both.cost.makespan_seconds == min(plain.cost.makespan_seconds, pipeline.cost.makespan_seconds)
+    assert "no stages in 1 microbatch " in both.notes[-1]
+    assert "2 stages in 4 microbatches" in both.notes[-1]
+    with pytest.raises(autoshard.InfeasibleError, match="none fits"):
+        fullest(Searches(refused, lambda *_: None, refused), CLUSTER, None, silent)
+
+
+def test_only_what_may_be_fastest_is_searched(found):
+    """Not the step without stages where pipelines promise far less, nor pipelines that promise more than it takes; each number once."""
+    plain, pipeline = found
+    asked = []
+
+    def staged(n_stages, like, seconds):
+        asked.append((n_stages, like.candidate.n_microbatches, like.schedule))
+        return pipeline
+
+    far = Plans((estimate(2, 1e-9, "zero_bubble"), estimate(2, 2e-9), estimate(4, 3e-9), estimate(1, 4e-9)), NO_BOUNDS, 3)
+    fullest(Searches(refused, lambda *_: far, staged), CLUSTER, None, silent)
+    assert asked == [(2, 4, "zero_bubble"), (4, 4, "1f1b")]
+    asked.clear()
+    near = Plans((estimate(1, 0.9e9), estimate(2, 1e9)), NO_BOUNDS, 2)
+    assert fullest(Searches(lambda *_: plain, lambda *_: near, staged), CLUSTER, None, silent).record.pipeline is None
+    assert asked == []
+
+
+def test_pipelines_are_compared_with_what_the_step_without_stages_took(found):
+    """Where its plan comes near computing alone, it is searched first; else all numbers of stages are compared before."""
+    plain, _ = found
+    for computing, expected in (
+        (0.95e-9, [(1, math.inf), (None, plain.cost.makespan_seconds)]),
+        (0.5e-9, [(1, math.inf), (None, math.inf)]),
+    ):
+        plans, asked = Plans((estimate(1, 1e-9),), (Bounds(computing, computing),), 1), []
+
+        def compare(progress, until, cpu_seconds, below, n_stages, plans=plans, asked=asked):
+            asked.append((n_stages, below))
+            return plans
+
+        fullest(Searches(lambda *_: plain, compare, refused), CLUSTER, None, silent)
+        assert asked == expected
+
+
+def test_a_deep_step_is_searched_as_its_layers_are_fastest(found):
+    """The search without stages is told the plan; of other steps it is not, since all their meshes are tried."""
+    plain, _ = found
+    plans = Plans((estimate(1, 1e-9),), NO_BOUNDS, 1)
+    for is_deep in (False, True):
+        told = []
+
+        def whole(seconds, like=None, told=told):
+            told.append(like)
+            return plain
+
+        fullest(Searches(whole, lambda *_: plans, refused, is_deep), CLUSTER, None, silent)
+        assert told == [plans.ranked[0] if is_deep else None]
+
+
+def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
+    """Each search of a deep step has its own seconds of one core; one that ends early before those was interrupted, and ends all."""
+    plain, pipeline = found
+    early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
+    for computing, expected in ((DEEP_SECONDS, [None]), (0.0, [])):
+        clock = iter([0.0, computing, 0.0, 0.0])
+        monkeypatch.setattr("autoshard.plan.full_plan.time.thread_time", clock.__next__)
+        given = []
+
+        def staged(n_stages, like, seconds, given=given):
+            given.append(seconds)
+            return pipeline
+
+        plans = Plans((estimate(1, 1e-9), estimate(2, 1e-9)), NO_BOUNDS, 2)
+        fullest(Searches(lambda *_: early, lambda *_, plans=plans: plans, staged, True), CLUSTER, None, silent)
+        assert given == expected
+
+
+def test_the_gap_is_a_share_of_the_answer(found):
+    """A bound of half the answer's seconds leaves half of them, as a strategy's own gap says it."""
+    plain, pipeline = found
+    bounded = Plans((), (Bounds(0.0, plain.cost.objective_seconds / 2),), 0)
+    searches = Searches(lambda *_: plain, lambda *_: bounded, lambda *_: pipeline)
+    assert "(gap 50 %)" in fullest(searches, CLUSTER, None, silent).notes[-1]
+
+
+def test_a_search_that_is_interrupted_has_its_best_answer(found):
+    """The strategy that was found by then; the interrupt itself where there was none."""
+    plain, _ = found
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    best = fullest(Searches(lambda *_: plain, lambda *_: None, interrupted), CLUSTER, None, silent, (KeyboardInterrupt,))
+    assert best.cost == plain.cost
+    first = fullest(Searches(lambda *_: plain, interrupted, None), CLUSTER, None, silent, (KeyboardInterrupt,))
+    assert first.cost == plain.cost
+    with pytest.raises(KeyboardInterrupt):
+        fullest(Searches(lambda *_: plain, lambda *_: None, interrupted), CLUSTER, None, silent)
+
+
+def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
+    """After Ctrl-C in the comparison of plans, or in the search without stages, each other search has hardly any time."""
+    plain, pipeline = found
+    early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
+    near = [estimate(1, 1e9), estimate(2, 0.0)]
+    for whole, ended in ((plain, True), (early, False)):
+        plans, given = Plans(tuple(near), NO_BOUNDS, 2, ended), []
+
+        def timed(strategy, seconds, given=given):
+            given.append(seconds)
+            return strategy
+
+        searches = Searches(lambda s, like: timed(whole, s), lambda *_: plans, lambda n, like, s: timed(pipeline, s))  # noqa: B023
+        fullest(searches, CLUSTER, None, silent, (KeyboardInterrupt,))
+        assert given == ([LEAST_SECONDS] if ended else [None])
+
+
+@pytest.mark.slow
+def test_a_planned_pipeline_computes_again_what_its_plan_says():
+    """Where plain stages do not fit: its step time is the plan's within some per cent, its peak within the limit, its loss equal."""
+    fn, args = models.gpt(8, 128, 4, 256, batch=32, length=512, dtype=jnp.float32)
+    known = traced_of(fn, args, 0, (), CLUSTER)
+    chosen = Options(known[0], known[1], CLUSTER.device).all[-1]
+
+    def recomputing(program):
+        facts = program_facts(program.graph, rules_of(program.graph), compiler_of(CLUSTER))
+        return rematerialised(program, Options(program, facts, CLUSTER.device).all[-1])
+
+    def plan(limit):
+        asked = Wanted(limit, stages=[2], microbatches=8, recomputing=[recomputing])
+        return search_plans(known[0], CLUSTER, partial(problems_on, Asked.of({}, None)), asked).ranked[0]
+
+    free = plan(1e15)
+    limit = 0.6 * max(free.layering.peak_bytes)
+    found = plan(limit)
+    assert (free.again, found.again) == (None, 0)
+    call = Call(fn, args, CLUSTER, DynamicProgramming(), dict(found.mesh.axes), Asked.of({}, None), limit, 0, 8, "1f1b", "fit", (), None,
+                silent, chosen)  # fmt: skip
+    strategy = in_stages(call, 2, known)
+    assert strategy.record.program.remat is not None
+    assert strategy.cost.makespan_seconds == pytest.approx(found.makespan_seconds, rel=0.1)
+    assert strategy.cost.peak_bytes <= limit
+    state, *batch = jax.tree.map(lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype), args)
+    expected = float(fn(state, *batch)[1])
+    _, loss = strategy.apply(fn, devices=jax.devices()[:4])(state, *batch)  # the state is donated
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def tower(batch, width):
+    """A step of six equal products."""
+
+    def step(params, x):
+        def loss(params):
+            h = x
+            for w in params:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step, ([jax.ShapeDtypeStruct((width, width), jnp.float32)] * 6, jax.ShapeDtypeStruct((batch, width), jnp.float32))
+
+
+@pytest.mark.parametrize(
+    ("program", "schedules", "most"),
+    [
+        (tower(16, 64), ("1f1b", "zero_bubble"), 8),
+        pytest.param(tower(16, 64), tuple(FILL), 16, marks=pytest.mark.slow),
+        pytest.param(tower(4096, 2048), tuple(FILL), 64, marks=pytest.mark.slow),
+        pytest.param(models.gpt(4, 64, 4, 128, batch=16, length=32), tuple(FILL), 16, marks=pytest.mark.slow),
+    ],
+)
+def test_no_plan_is_below_its_bounds(program, schedules, most):
+    """Those of all stages, microbatches and schedules are searched as wholes: the bounds of computing and of objectives hold for each."""
+    (fn, args), cluster = program, Cluster.parse("v5e:2x2")  # whose communication is hidden in part
+    traced = traced_of(fn, args, 0, (), cluster)[0]
+    planning = Planning.of(traced, cluster, partial(problems_on, Asked.of({}, None)), Wanted(math.inf, schedules))
+    planning.run()
+    compared = 0
+    for candidate in (each for each in planning.known if each.n_microbatches <= most):
+        bounds = planning.bounds(candidate)
+        for name in planning.schedules(candidate):
+            staged = {} if candidate.n_stages == 1 else {"stages": candidate.n_stages, "schedule": name}
+            options = staged | {"microbatches": candidate.n_microbatches, "donate_argnums": 0, "cluster": cluster}
+            cost = autoshard.search(fn, *args, **options).cost
+            assert cost.makespan_seconds >= bounds.computing_seconds * (1 - 1e-9), (candidate, name)
+            assert cost.objective_seconds >= bounds.objective_seconds * (1 - 1e-9), (candidate, name)
+            compared += 1
+    assert compared >= 5
+
+
+@pytest.mark.slow
+def test_a_full_search_runs():
+    """It is no slower than the step without stages, and computes the same loss."""
+    fn, args = small()
+    plain = autoshard.search(fn, *args, cluster="cpu:4")
+    full = autoshard.search(fn, *args, cluster="cpu:4", plan="full")
+    assert full.cost.makespan_seconds <= plain.cost.makespan_seconds * (1 + 1e-9)
+    assert full.notes[-1].startswith("plan='full' compared")
+    state, *batch = jax.tree.map(lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype), args)
+    _, loss = full.apply(fn, devices=jax.devices()[:4])(state, *batch)
+    np.testing.assert_allclose(loss, fn(state, *batch)[1], rtol=1e-5)
+
+
+def test_layers_with_a_shard_map_are_searched_as_they_are():
+    """What runs on shards is not taken apart into layers: the answer is that without stages."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P("data"))
+    def mixed(x, w):
+        return jnp.tanh(x @ w)
+
+    def step(weights, x):
+        def loss(weights):
+            found = x
+            for w in weights:
+                found = found + mixed(found, w)
+            return jnp.mean(found**2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+    args = [jnp.ones((8, 8))] * 6, jnp.ones((16, 8))
+    plain, full = (autoshard.search(step, *args, cluster="cpu:4", **options) for options in ({}, {"plan": "full"}))
+    assert full.cost == plain.cost
+    assert full.notes[-1].startswith("plan='full' compared no stages")
+
+
+def test_a_full_search_traces_once(monkeypatch):
+    """Its searches share the trace, and the facts of it, whatever mesh they are told."""
+    made = []
+    monkeypatch.setattr(prepared, "program_facts", lambda *program: made.append(program) or program_facts(*program))
+
+    def step(w, x):
+        return jnp.tanh(x @ w)
+
+    w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
+    found = autoshard.search(step, w, x, cluster="cpu:2", plan="full")
+    assert len(made) == 1
+    assert found._call[0] is step
+    once, (first, second) = TracedOnce(step), [(), ("data", "model")]
+    known = traced_of(once, (w, x), (), first, CLUSTER)
+    again = traced_of(once, (w, x), (), second, CLUSTER)
+    assert known[0] is again[0]
+    assert known[1] is again[1]
+    assert traced_of(once, (w, x), (), (), Cluster.parse("v5e:2x2"))[1] is not known[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("best", None, None), "'sharding' or 'full', got 'best'"),
+        (("full", 2, None), "got stages="),
+        (("full", None, {"data": 4}), "got mesh="),
+    ],
+)
+def test_what_is_refused(arguments, words):
+    """Another plan, and options that fix what is searched."""
+    with pytest.raises(autoshard.ShardingError, match=words):
+        checked_plan(*arguments)
+
+
+def test_a_schedule_needs_a_pipeline():
+    """Without stages it would say nothing."""
+    with pytest.raises(autoshard.ShardingError, match="got schedule='gpipe' without one"):
+        checked_schedule("gpipe", False)
+    checked_schedule("gpipe", True)
+    checked_schedule(None, False)
+
+
+def test_a_decorated_step_has_a_full_plan():
+    """`parallelize` takes the plan as `search` does, and refuses a misspelt one at once."""
+    with pytest.raises(autoshard.ShardingError, match="'sharding' or 'full'"):
+        autoshard.parallelize(lambda x: x, plan="best")
+    fn, args = small(2)
+    found = autoshard.parallelize(fn, cluster="cpu:2", plan="full", progress=False).search(*args)
+    assert found.notes[-1].startswith("plan='full' compared")
