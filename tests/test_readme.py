@@ -42,4 +42,4 @@ def test_the_glossary_points_into_the_package():
 
 def test_the_readme_is_short():
     """What a user needs to begin: the rest is in the documents."""
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
