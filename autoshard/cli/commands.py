@@ -46,7 +46,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if options.run is None:
         parser().print_help(sys.stderr)
         return USAGE_ERROR
-    options.command_line = ("autoshard", *arguments)
+    options.command_line, options.main = ("autoshard", *arguments), run
     if sys.platform == "linux" and find_spec("libtpu") and not any(map(glob, ACCELERATORS)):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # else libtpu looks for a TPU all the same, and reports at length that there is none
     try:

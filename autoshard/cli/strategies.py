@@ -134,7 +134,7 @@ def _reproduced(records: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 def _program(record: Any) -> tuple:
     """The function and its arguments that a record's search was given, in one tuple."""
-    from autoshard.cli.commands import parser
+    from autoshard.cli import search
     from autoshard.cli.program import ProgramError, load
 
     words = shlex.split(record.provenance.command)[1:]
@@ -143,7 +143,9 @@ def _program(record: Any) -> tuple:
             f"the program of a strategy is that of the autoshard search in its file, and {record.name!r} was made by "
             f"{record.provenance.command or 'no command'!r}. Search it on the command line, with --save."
         )
-    given = parser().parse_args(words)
+    parser = argparse.ArgumentParser()
+    search.add(parser.add_subparsers())
+    given = parser.parse_args(words)
     function, arguments = load(given.program, given.args)
     return function, *arguments
 
@@ -151,7 +153,6 @@ def _program(record: Any) -> tuple:
 def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
     """Runs the commands of strategies that are not reproduced; an interrupted run goes on with those that are left."""
     from autoshard import library
-    from autoshard.cli.commands import run
     from autoshard.plan.confirm import with_confirmation_of
     from autoshard.strategy import save_record
 
@@ -162,7 +163,7 @@ def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
             print(f"{name}: reproduced", file=sys.stderr)
             continue
         print(f"{name}: {line}", file=sys.stderr)
-        code = run(shlex.split(line)[1:])
+        code = options.main(shlex.split(line)[1:])
         failed |= code
         if code == 0:
             save_record(with_confirmation_of(library.load(name), records[name]), library.path(name))

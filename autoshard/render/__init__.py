@@ -18,8 +18,16 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, TextIO
 
+from autoshard.render.parts import Bar, Bars, Cell, Drawing, Gallery, Heading, Paragraph, Part, Picture, Table, rgb
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+__all__ = [
+    *("Bar", "Bars", "Cell", "Drawing", "Gallery", "Heading", "Paragraph", "Part", "Picture", "Report", "Table"),
+    *("format_alternatives", "format_bytes", "format_count", "format_flops", "format_percent", "format_seconds"),
+    *("print_report", "progress_line", "shown", "to_html", "to_text"),
+]
 
 PIPE_WIDTH = 120  # columns of a report that does not go to a terminal
 
@@ -95,91 +103,6 @@ def _scaled(x: float, unit: str, prefixes: tuple[tuple[str, float], ...]) -> str
     return f"{scaled:.{digits}f} {prefix}{unit}"
 
 
-# -- the parts of a report ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A section's name."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Paragraph:
-    """Prose, wrapped to the available width."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of text under column titles.
-
-    Attributes:
-        columns: the titles, all empty for a table without a head; a title that starts with ``>`` aligns its column to the right.
-        rows: per row one cell for each column; line breaks are kept.
-        notes: remarks below it.
-    """
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...] = ()
-
-    def __post_init__(self):
-        for row in self.rows:
-            if len(row) != len(self.columns):
-                raise ValueError(f"a row has one cell a column: {len(self.columns)} columns {self.columns}, got {row}.")
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar: its label, its length as a share of the whole, and its number as text."""
-
-    label: str
-    share: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """Bars one below the other, on one scale."""
-
-    bars: tuple[Bar, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One block of a picture: its text, and a colour as a hue in [0, 1), or None for no colour."""
-
-    text: str
-    hue: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A grid of coloured blocks: a mesh, or a tensor cut into its shards."""
-
-    title: str
-    rows: tuple[tuple[Cell, ...], ...]
-    caption: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Gallery:
-    """Pictures side by side."""
-
-    pictures: tuple[Picture, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """Lines of characters in columns, such as a schedule; neither wrapped nor aligned."""
-
-    text: str
-
-
-Part = Heading | Paragraph | Table | Bars | Gallery | Drawing
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,14 +144,8 @@ def print_report(report: Report, console: Console) -> None:
     """Prints the report on a console of rich, in colour on a terminal."""
     from autoshard.render.terminal import lines
 
-    for line in lines(report):
+    for line in lines(report.title, report.parts):
         console.print(line)
-
-
-def rgb(hue: float) -> str:
-    """A light colour of this hue as ``#rrggbb``, legible under black text."""
-    channels = (0.66 + 0.24 * math.cos(2 * math.pi * (hue - third / 3)) for third in range(3))
-    return "#" + "".join(f"{round(255 * channel):02x}" for channel in channels)
 
 
 # -- html -----------------------------------------------------------------------------------------------------------------

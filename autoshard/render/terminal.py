@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -15,15 +15,15 @@ from rich.table import Column as RichColumn
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from autoshard.render import Bar, Bars, Drawing, Gallery, Heading, Paragraph, Part, Picture, Report, Table, rgb
+from autoshard.render.parts import Bar, Bars, Drawing, Gallery, Heading, Paragraph, Part, Picture, Table, rgb
 
 NARROWEST = 80  # columns of a terminal
 
 
-def lines(report: Report) -> Iterator[RenderableType]:
+def lines(title: str, parts: Sequence[Part]) -> Iterator[RenderableType]:
     """What a console prints of a report, one after the other."""
-    yield Text(report.title, style="bold")
-    for part in report.parts:
+    yield Text(title, style="bold")
+    for part in parts:
         yield ""
         yield _rendered(part)
 
