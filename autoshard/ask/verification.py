@@ -37,6 +37,7 @@ from autoshard.verify import (
     devices_here,
     dot_flops,
     explicit_collectives,
+    in_phases,
     scheduled_cycles,
     topology_of,
 )
@@ -341,7 +342,10 @@ def _compiled_for(record: Record, target: str) -> str:
 def expected(record: Record, target: str) -> tuple[Collective, ...]:
     """The collectives that a target is expected to have: the planned ones, or what the compiler of the strategy's cluster makes of them."""
     planned = record.cost.collectives
-    return as_compiled(planned) if target == record.cluster["device"]["kind"] else planned
+    if target != record.cluster["device"]["kind"]:
+        return planned
+    cluster = Cluster.from_dict(record.cluster)
+    return tuple(in_phases(planned, record.mesh, cluster)) if TARGETS[target].slices and cluster.levels else as_compiled(planned)
 
 
 @dataclass(frozen=True, slots=True)

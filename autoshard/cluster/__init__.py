@@ -4,5 +4,6 @@ from autoshard.cluster.catalogue import CATALOGUE, Entry
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.interconnect import Interconnect, Link, Protocol, Span, join, place
+from autoshard.cluster.level import Level
 
-__all__ = ["CATALOGUE", "Cluster", "Device", "Entry", "Interconnect", "Link", "Protocol", "Span", "join", "place"]
+__all__ = ["CATALOGUE", "Cluster", "Device", "Entry", "Interconnect", "Level", "Link", "Protocol", "Span", "join", "place"]

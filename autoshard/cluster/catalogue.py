@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autoshard.cluster.device import LANES, Device
 from autoshard.cluster.interconnect import Interconnect, Protocol
+from autoshard.cluster.level import Level
 
 T = 1e12
 G = 1e9
@@ -22,6 +23,7 @@ class Entry:
     Attributes:
         device, interconnect: the figures.
         jax_kinds: the names jax gives it (``Device.device_kind``).
+        beyond: the network that joins several slices, or groups of hosts.
         topologies: the slices that exist; empty where any number of devices does.
         cube: larger slices have dimensions that are multiples of this, in rising order; 0 where there are none.
         most: the most devices of a slice.
@@ -33,6 +35,7 @@ class Entry:
     device: Device
     interconnect: Interconnect
     jax_kinds: tuple[str, ...]
+    beyond: Level
     topologies: tuple[tuple[int, ...], ...] = ()
     cube: int = 0
     most: int = 0
@@ -74,6 +77,15 @@ TPU_F64_SLOWDOWN = 50  # estimate: XLA emulates float64 on the vector unit with 
 # generation 4 (A100), 128 of 5 (H100, H200, B200). XLA:CPU copies from pinned_host to device in one memory: half of its bandwidth.
 HOST_BANDWIDTH = {"v6e": 32 * G, "a100": 32 * G, "a100-40g": 32 * G, "h100": 64 * G, "h200": 64 * G, "b200": 64 * G}
 TPU_HOST_BANDWIDTH = 16 * G
+
+DCN_SECONDS = 50e-6  # estimate: from a device to its host, to another host and to the device there
+DCN_SOURCE = "https://cloud.google.com/tpu/docs/tpu7x"  # "DCN bandwidth per chip (Gbps)": v5p 50, v6e 100, TPU7x 100
+
+
+def _dcn(bandwidth: float, per_host: int, source: str = DCN_SOURCE) -> Level:
+    """The data-centre network between slices, which the devices of a host enter through its network cards together."""
+    return Level("slices", 1, bandwidth, DCN_SECONDS, per_host, source=source)
+
 
 FLAT_SLICES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))  # Cloud TPU docs, v5e and v6e: supported configurations
 SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud TPU docs, v4 and v5p: slices below one 4x4x4 cube
@@ -148,6 +160,7 @@ V4 = Entry(
     ),
     interconnect=_ici(45 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 4.5e10 B/s a link one way; 4x4x4 cubes wrap
     jax_kinds=("TPU v4",),
+    beyond=_dcn(25 * G, 4, "estimate: as v5p"),
     cores=2,
     topologies=SMALL_CUBES,
     cube=4,
@@ -169,6 +182,7 @@ V5E = Entry(
     ),
     interconnect=_ici(45 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 4.5e10 B/s a link one way; axes of 16 wrap
     jax_kinds=("TPU v5 lite", "TPU v5e"),
+    beyond=_dcn(25 * G, 8, "https://cloud.google.com/tpu/docs/v5e"),  # Cloud TPU docs, v5e: 2 x 100 Gb/s a host of 8 chips
     cores=1,
     topologies=FLAT_SLICES,
     most=256,
@@ -188,6 +202,7 @@ V5P = Entry(
     ),
     interconnect=_ici(90 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 9e10 B/s a link one way; 4x4x4 cubes wrap
     jax_kinds=("TPU v5", "TPU v5p"),
+    beyond=_dcn(25 * G, 4),  # 200 Gb/s a host of 4 chips
     cores=2,
     topologies=SMALL_CUBES,
     cube=4,
@@ -210,6 +225,7 @@ V6E = Entry(
     ),
     interconnect=_ici(90 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 9e10 B/s a link one way; axes of 16 wrap
     jax_kinds=("TPU v6 lite", "TPU v6e"),
+    beyond=_dcn(100 * G, 8),  # 4 x 200 Gb/s a host of 8 chips
     cores=1,
     topologies=FLAT_SLICES,
     most=256,
@@ -306,6 +322,11 @@ def _nvlink(bandwidth: float, network: float, memory: float, protocols: tuple[Pr
     )
 
 
+def _spine(network: float) -> Level:
+    """The network between groups of hosts, each device with its own card; not oversubscribed, unless a cluster file says so."""
+    return Level("pods", 1, network * CARD_EFFICIENCY, NCCL_NETWORK_STEP_SECONDS, kind="rails", source=NCCL_SOURCE)
+
+
 NCCL_SOURCE = "NCCL 2.30, src/graph/tuning.cc, topo.h and search.cc"
 AMPERE_NCCL = _nccl(87.7 * G, 19 * G, switch=0.0)
 HOPPER_NCCL = _nccl(141 * G, 35 * G, switch=0.85)
@@ -341,6 +362,7 @@ A100 = Entry(
     ),
     interconnect=_ampere_links(2039 * G),
     jax_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM-80GB"),
+    beyond=_spine(25 * G),
     per_host=8,
 )
 
@@ -361,6 +383,7 @@ A100_40G = Entry(
     ),
     interconnect=_ampere_links(1555 * G),
     jax_kinds=("NVIDIA A100-SXM4-40GB",),
+    beyond=_spine(25 * G),
     per_host=8,
 )
 
@@ -381,6 +404,7 @@ H100 = Entry(
     ),
     interconnect=_hopper_links(3350 * G),
     jax_kinds=("NVIDIA H100 80GB HBM3",),
+    beyond=_spine(50 * G),
     per_host=8,
 )
 
@@ -401,6 +425,7 @@ H200 = Entry(
     ),
     interconnect=_hopper_links(4800 * G),
     jax_kinds=("NVIDIA H200",),
+    beyond=_spine(50 * G),
     per_host=8,
 )
 
@@ -422,6 +447,7 @@ B200 = Entry(
     # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 (topo.h); DGX B200 datasheet: eight 400 Gb/s cards
     interconnect=_nvlink(18 * 40.1 * G, 50 * G, 8000 * G, BLACKWELL_NCCL, f"NVIDIA DGX B200 datasheet; {NCCL_SOURCE}"),
     jax_kinds=("NVIDIA B200",),
+    beyond=_spine(50 * G),
     per_host=8,
 )
 
@@ -450,6 +476,7 @@ CPU = Entry(
         source=CPU_SOURCE,
     ),
     jax_kinds=("cpu",),
+    beyond=Level("slices", 1, 1.5 * G, 5e-6, source="as within one: all virtual devices share one memory"),
 )
 
 CATALOGUE: dict[str, Entry] = {entry.device.name: entry for entry in (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)}

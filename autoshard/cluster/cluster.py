@@ -7,7 +7,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, astuple, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 
 from autoshard.cluster.catalogue import CATALOGUE, OTHER_NAMES, Entry
 from autoshard.cluster.device import Device
-from autoshard.cluster.interconnect import Interconnect, Link, Protocol, place
+from autoshard.cluster.interconnect import Interconnect, Link, place
+from autoshard.cluster.level import Level
+from autoshard.cluster.local import local_topology, slices_of
+from autoshard.cluster.records import merged_fields, record
 from autoshard.errors import ClusterError
 from autoshard.ir import Mesh, Placement
 from autoshard.render import format_alternatives
 
-EXAMPLES = "'v5e:4x4' (a TPU slice), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
-_TEXT = re.compile(r"([a-z0-9-]+):(\d{1,18}(?:x\d{1,18})*)")
+EXAMPLES = "'v5e:4x4' (a TPU slice), '2*v5e:4x4' (two of them), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
+_TEXT = re.compile(r"(?:(\d{1,18})\*)?([a-z0-9-]+):(\d{1,18}(?:x\d{1,18})*)(?:\*(\d{1,18}))?")
 MOST_DEVICES = 2**20  # ten times the largest machine there is
 
 
@@ -36,10 +39,14 @@ class Cluster:
         interconnect: the figures of the links.
         memory_limit_bytes: the part of a device's memory that a program may use.
         overlap: whether collectives run while the device computes.
+        levels: the networks that join several such slices or groups of hosts, outermost first.
 
     >>> cluster = Cluster.parse("h100:8x4")
     >>> cluster.n_devices, cluster.device.name
     (32, 'h100')
+    >>> slices = Cluster.parse("2*v5e:4x4")
+    >>> slices.n_devices, slices.dimensions, slices.levels[0].name
+    (32, (2, 4, 4), 'slices')
     """
 
     name: str
@@ -48,12 +55,13 @@ class Cluster:
     interconnect: Interconnect
     memory_limit_bytes: int
     overlap: bool
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self):
         if not self.topology or any(size < 1 for size in self.topology):
             raise ClusterError(f"a cluster's topology is a list of positive sizes, got {self.topology} for {self.name!r}.")
-        if math.prod(self.topology) > MOST_DEVICES:
-            raise ClusterError(f"a cluster has at most {MOST_DEVICES:,} devices, got {math.prod(self.topology):,} for {self.name!r}.")
+        if self.n_devices > MOST_DEVICES:
+            raise ClusterError(f"a cluster has at most {MOST_DEVICES:,} devices, got {self.n_devices:,} for {self.name!r}.")
         if self.memory_limit_bytes <= 0:
             raise ClusterError(f"memory_limit_bytes of cluster {self.name!r} is positive, got {self.memory_limit_bytes}.")
         wires = self.interconnect
@@ -78,22 +86,28 @@ class Cluster:
                 f"a cluster is a Cluster, reads {EXAMPLES}, or is the path of a .toml file, got {text!r}. {_suggestion(text)}"
                 f"Known devices: {', '.join(CATALOGUE)}."
             )
-        entry = CATALOGUE.get(match[1])
+        before, name, sizes, after = match.groups()
+        entry = CATALOGUE.get(name)
         if entry is None:
-            near = get_close_matches(match[1], CATALOGUE, n=1)
+            near = get_close_matches(name, CATALOGUE, n=1)
             raise ClusterError(
-                f"there is no device {match[1]!r} in the catalogue, got {text!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
+                f"there is no device {name!r} in the catalogue, got {text!r}. {f'Did you mean {near[0]!r}? ' if near else ''}"
                 f"Use one of {', '.join(CATALOGUE)}, or describe the cluster in a file for Cluster.load."
             )
-        topology = tuple(int(size) for size in match[2].split("x"))
+        topology = tuple(int(size) for size in sizes.split("x"))
         _check_topology(entry, topology, text)
+        if (before and after) or "0" in (before, after):
+            raise ClusterError(f"several slices read '2*v5e:4x4' or 'v5e:4x4*2', at least one, got {text!r}. Use one of these forms.")
+        n = int(before or after or 1)
+        levels = (replace(entry.beyond, size=n),) if n > 1 else ()
         return cls(
-            name=f"{entry.device.name}:{'x'.join(map(str, topology))}",
+            name=_short(entry.device.name, topology, levels),
             device=entry.device,
             topology=topology,
             interconnect=entry.interconnect,
             memory_limit_bytes=entry.available_bytes,
             overlap=entry.overlap,
+            levels=levels,
         )
 
     @classmethod
@@ -134,7 +148,15 @@ class Cluster:
         entry = next((entry for entry in CATALOGUE.values() if devices[0].device_kind in entry.jax_kinds), None)
         if entry is None:
             return None
-        return cls.parse(f"{entry.device.name}:{'x'.join(map(str, _local_topology(entry, devices)))}")
+        slices = slices_of(devices) if entry.topologies else [devices]
+        shapes = [local_topology(entry, each) for each in slices]
+        if len(set(shapes)) > 1:
+            raise ClusterError(
+                f"a cluster of several slices has equal ones, and these {len(devices)} devices are slices of "
+                f"{', '.join('x'.join(map(str, shape)) for shape in shapes)}. Search for equal ones, cluster='2*v5e:4x4' say, and run the "
+                "strategy with devices=, the devices of those slices."
+            )
+        return cls.parse(f"{len(slices)}*{entry.device.name}:{'x'.join(map(str, shapes[0]))}")
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -147,10 +169,24 @@ class Cluster:
             data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise ClusterError(f"a cluster file is TOML; {str(path)!r} cannot be read: {error}.") from error
-        base = data.pop("cluster", None)
+        base, devices = data.pop("cluster", None), data.pop("devices", None)
+        if devices is not None:
+            found = cls._of_file(base, data)
+            if found.n_devices != devices:
+                sizes = " x ".join([*(f"{level.size} {level.name}" for level in found.levels), *map(str, found.topology)])
+                raise ClusterError(
+                    f"the sizes of a cluster's levels multiply to its devices: {str(path)!r} has {sizes}, {found.n_devices} in all, and "
+                    f"says devices = {devices!r}. Correct a size, or leave devices out."
+                )
+            return found
+        return cls._of_file(base, data)
+
+    @classmethod
+    def _of_file(cls, base: Any, data: dict[str, Any]) -> Cluster:
+        """The cluster of a file's fields, some of them another one's where ``base`` is its short form."""
         if base is not None:
             catalogued = cls.parse(base)
-            merged = cls.from_dict(_merge(catalogued.to_dict(), data))
+            merged = cls.from_dict(merged_fields(catalogued.to_dict(), data))
             if "memory_limit_bytes" in data:
                 return merged
             share = catalogued.memory_limit_bytes / catalogued.device.memory_bytes  # the same share of a changed memory size
@@ -164,6 +200,8 @@ class Cluster:
         for name in ("device", "interconnect"):
             tables.append((name, {k: v for k, v in data[name].items() if not isinstance(v, dict)}))
             tables.extend((f"{name}.{k}", v) for k, v in data[name].items() if isinstance(v, dict))
+        tables[0][1].pop("levels", None)
+        tables.extend(("[levels]", level) for level in data.get("levels", ()))
         # JSON's strings, numbers, booleans and lists are TOML's, if the strings stay ASCII
         blocks = [
             "".join([f"[{title}]\n" if title else "", *(f"{key} = {json.dumps(value)}\n" for key, value in table.items())])
@@ -183,6 +221,7 @@ class Cluster:
             "overlap": self.overlap,
             "device": device,
             "interconnect": wires | {"protocols": [list(astuple(protocol)) for protocol in self.interconnect.protocols]},
+            **({"levels": [asdict(level) for level in self.levels]} if self.levels else {}),
         }
 
     @classmethod
@@ -192,10 +231,10 @@ class Cluster:
         Raises:
             ClusterError: a field is missing, unknown or of the wrong type.
         """
-        return _record(cls, data, "the cluster")
+        return record(cls, data, "the cluster")
 
     def part(self, n_parts: int) -> Cluster:
-        """One of ``n_parts`` equal parts, each of neighbours: hosts or rows of a slice first, then devices of a host or parts of a row.
+        """One of ``n_parts`` equal parts, each of neighbours: slices, hosts or rows first, then devices of a host or parts of a row.
 
         Raises:
             ClusterError: the devices cannot be divided so.
@@ -212,14 +251,16 @@ class Cluster:
                 if possible
                 else f"parts of a cluster have a device each at least: {self.name} has one, got {n_parts} parts. Use a larger cluster."
             )
-        topology = tuple(reversed(sizes)) if self.interconnect.kind == "switch" else tuple(sizes)
+        outer, inner = sizes[: len(self.levels)], sizes[len(self.levels) :]
+        topology = tuple(reversed(inner)) if self.interconnect.kind == "switch" else tuple(inner)
         if self.interconnect.kind == "switch" and len(topology) == 2 and topology[1] == 1:
             topology = topology[:1]
-        return replace(self, name=f"{self.device.name}:{'x'.join(map(str, topology))}", topology=topology)
+        levels = tuple(replace(level, size=size) for level, size in zip(self.levels, outer, strict=True) if size > 1)
+        return replace(self, name=_short(self.device.name, topology, levels), topology=topology, levels=levels)
 
     @property
     def n_devices(self) -> int:
-        return math.prod(self.topology)
+        return math.prod(self.dimensions)
 
     @property
     def _hosts(self) -> int:
@@ -246,15 +287,27 @@ class Cluster:
                 f"placed on {mesh.placement.topology}. Search again for this cluster."
             )
         placement = mesh.placement or Placement(self.dimensions, tuple(range(len(self.dimensions))), mesh.order)
-        return place(self.interconnect, self.dimensions, mesh.sizes, placement)
+        return place(self.interconnect, self.dimensions, mesh.sizes, placement, self.levels)
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """The sizes of the physical dimensions, outermost (slowest link) first."""
-        return tuple(reversed(self.topology)) if self.interconnect.kind == "switch" else self.topology
+        """The sizes of the physical dimensions, outermost (slowest link) first: of the levels, then within one of the parts they join."""
+        inner = tuple(reversed(self.topology)) if self.interconnect.kind == "switch" else self.topology
+        return (*(level.size for level in self.levels), *inner)
+
+    @property
+    def rings(self) -> tuple[bool, ...]:
+        """Whether each physical dimension closes to a ring."""
+        n = len(self.levels)
+        return (False,) * n + self.interconnect.rings(self.dimensions[n:])
 
     def __str__(self) -> str:
         return self.name
+
+
+def _short(name: str, topology: Sequence[int], levels: Sequence[Level]) -> str:
+    """The short form of a cluster."""
+    return "*".join([*(str(level.size) for level in levels), f"{name}:{'x'.join(map(str, topology))}"])
 
 
 def _suggestion(text: Any) -> str:
@@ -301,24 +354,6 @@ def _check_topology(entry: Entry, topology: tuple[int, ...], text: str) -> None:
         raise ClusterError(f"{name} clusters read '{name}:<devices>', got {text!r}. Use '{name}:{math.prod(topology)}'.")
 
 
-def _local_topology(entry: Entry, devices: Sequence[Any]) -> tuple[int, ...]:
-    if entry.topologies:
-        corners = [(min(place), max(place)) for place in zip(*(device.coords for device in devices), strict=True)]
-        sizes = [high - low + 1 for low, high in corners][: len(entry.topologies[0])]
-        written = tuple(size for size in entry.topologies if sorted(size) == sorted(sizes))
-        return written[0] if written else tuple(sorted(sizes))
-    hosts = len({device.process_index for device in devices}) if entry.per_host else 1
-    return (len(devices) // hosts, hosts) if hosts > 1 else (len(devices),)
-
-
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(base.get(key), dict)
-        merged[key] = _merge(base[key], value) if both else value
-    return merged
-
-
 def _parted(dimensions: Sequence[int], n_parts: int) -> list[int] | None:
     """The sizes of one of so many equal parts, the outermost dimensions divided first; None where they cannot be divided so."""
     sizes, left = list(dimensions), n_parts
@@ -328,49 +363,3 @@ def _parted(dimensions: Sequence[int], n_parts: int) -> list[int] | None:
         if sizes[dim] > 1:
             break
     return sizes if left == 1 else None
-
-
-def _record(cls: type, data: Any, what: str) -> Any:
-    """A record from its dict, each field checked against its annotation."""
-    if not isinstance(data, Mapping):
-        raise ClusterError(f"{what} is a table of fields, got {data!r}.")
-    wanted = {f.name: str(f.type) for f in fields(cls)}
-    needed = {f.name for f in fields(cls) if f.default is MISSING}  # older files lack newer fields, which have defaults
-    if not needed <= set(data) <= set(wanted):
-        missing, unknown = sorted(needed - set(data)), sorted(map(str, set(data) - set(wanted)))
-        raise ClusterError(f"{what} has the fields {', '.join(wanted)}; missing: {missing}, unknown: {unknown}. Add or remove those.")
-    return cls(**{name: _field(kind, data[name], f"{name} of {what}") for name, kind in wanted.items() if name in data})
-
-
-def _protocol(row: Any, what: str) -> Protocol:
-    """A protocol from the list of its fields."""
-    names = [f.name for f in fields(Protocol)]
-    if not isinstance(row, (list, tuple)) or len(row) != len(names):
-        raise ClusterError(f"each entry of {what} is a list of {', '.join(names)}, got {row!r}.")
-    return _record(Protocol, dict(zip(names, row, strict=True)), f"an entry of {what}")
-
-
-def _field(kind: str, value: Any, what: str) -> Any:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63  # false of nan as well
-    match kind:
-        case "Device":
-            return _record(Device, value, "the device")
-        case "Interconnect":
-            return _record(Interconnect, value, "the interconnect")
-        case "str" if isinstance(value, str):
-            return value
-        case "bool" if isinstance(value, bool):
-            return value
-        case "float" if number:
-            return float(value)
-        case "int" if number and int(value) == value:
-            return int(value)
-        case "tuple[int, ...]" if isinstance(value, (list, tuple)) and value:
-            return tuple(_field("int", size, what) for size in value)
-        case "tuple[Protocol, ...]" if isinstance(value, (list, tuple)):
-            return tuple(_protocol(row, what) for row in value)
-        case "tuple[tuple[str, float], ...]" if isinstance(value, Mapping):
-            return tuple((str(name), _field("float", rate, what)) for name, rate in value.items())
-    wanted = {"str": "text", "bool": "true or false", "float": "a number", "int": "a whole number", "tuple[int, ...]": "a list of sizes"}
-    wanted["tuple[Protocol, ...]"] = "a list of protocols"
-    raise ClusterError(f"{what} is {wanted.get(kind, 'a table of numbers')}, got {value!r}.")

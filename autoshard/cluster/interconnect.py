@@ -13,14 +13,18 @@ ring over several hosts enters and leaves a host once for every device in it, ea
 the slower of switch and cards. (Five hosts of 8 H100 with four 400 Gb/s cards each: 190 GB/s of 200, NVIDIA/nccl issue 1368.)
 
 *Host.* Virtual devices copy through shared memory.
+
+*Levels* join equal parts that are wired so (`autoshard.cluster.level`). They are the outermost physical dimensions; where a link crosses
+one, `Link.inside` is its part within one of the joined trees.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from autoshard.cluster.level import Level
 from autoshard.errors import ClusterError
 from autoshard.ir import Placement
 
@@ -122,20 +126,37 @@ class Span:
 class Link:
     """The spans that a collective over one mesh axis (or several, joined) runs on.
 
+    Latencies and bandwidths are those within one part of the cluster, without the levels that join several.
+
     Attributes:
         interconnect: the figures of the links.
         spans: the strides through physical dimensions; none for a single device.
         length: per physical dimension its size, and whether it is a ring.
+        levels: the networks that the first of these dimensions are, outermost first.
     """
 
     interconnect: Interconnect
     spans: tuple[Span, ...]
     length: tuple[tuple[int, bool], ...]
+    levels: tuple[Level, ...] = ()
 
     @property
     def size(self) -> int:
         """The number of devices that take part."""
         return math.prod(span.extent for span in self.spans)
+
+    @property
+    def crossed(self) -> tuple[tuple[Level, int], ...]:
+        """The levels that it crosses, outermost first, and how many parts each of them joins here."""
+        extents = [math.prod(span.extent for span in self.spans if span.dim == dim) for dim in range(len(self.levels))]
+        return tuple((level, extent) for level, extent in zip(self.levels, extents, strict=True) if extent > 1)
+
+    @property
+    def inside(self) -> Link:
+        """The link of its devices within one part, on that part's own dimensions."""
+        n = len(self.levels)
+        spans = tuple(replace(span, dim=span.dim - n) for span in self.spans if span.dim >= n)
+        return Link(self.interconnect, spans, self.length[n:]) if n else self
 
     @property
     def wrap(self) -> bool:
@@ -150,7 +171,9 @@ class Link:
 
     @property
     def kind(self) -> str:
-        """``torus`` (rings), ``torus_line``, ``switch``, ``network`` (leaves the host) or ``host``."""
+        """``torus`` (rings), ``torus_line``, ``switch``, ``network`` (leaves the host, or crosses a level) or ``host``."""
+        if self.crossed:
+            return "network"
         if self.interconnect.kind == "torus":
             return "torus" if self.wrap else "torus_line"
         if self.interconnect.kind == "switch":
@@ -235,7 +258,7 @@ class Link:
                 spans.append(Span(span.dim, taken, span.stride * before, closes, span.straddles))
             if skipped > 1 and before < span.extent:
                 return None
-        return join([Link(self.interconnect, tuple(spans), self.length)]) if skipped == wanted == 1 else None
+        return join([Link(self.interconnect, tuple(spans), self.length, self.levels)]) if skipped == wanted == 1 else None
 
     def _span_bandwidth(self, span: Span) -> float:
         share = span.stride * (2 if span.straddles else 1)
@@ -263,18 +286,26 @@ def join(links: Sequence[Link]) -> Link:
             joined[-1] = Span(span.dim, extent, last.stride, ring, span.straddles or last.straddles)
         else:
             joined.append(span)
-    return Link(first.interconnect, tuple(joined), first.length)
+    return Link(first.interconnect, tuple(joined), first.length, first.levels)
 
 
 def place(
-    interconnect: Interconnect, topology: Sequence[int], sizes: Sequence[int], placement: Placement | None = None
+    interconnect: Interconnect,
+    topology: Sequence[int],
+    sizes: Sequence[int],
+    placement: Placement | None = None,
+    levels: tuple[Level, ...] = (),
 ) -> tuple[Link, ...]:
     """One link per mesh axis, for a mesh mapped to the physical topology by its placement; sizes of both are given outermost first.
 
     Where an axis does not divide the dimension it reaches, that dimension and the next one count as one, at half the bandwidth.
+
+    Args:
+        levels: the networks that the first dimensions of the topology are, outermost first.
     """
     dims, axes = (range(len(topology)), range(len(sizes))) if placement is None else (placement.dims, placement.axes)
-    length = tuple(zip(topology, interconnect.rings(topology), strict=True))
+    closed = (False,) * len(levels) + interconnect.rings(topology[len(levels) :])
+    length = tuple(zip(topology, closed, strict=True))
     rings = [length[dim][1] for dim in dims]
     whole = [topology[dim] for dim in dims]
     remaining, taken, straddles = list(whole), [1] * len(whole), [False] * len(whole)
@@ -298,5 +329,5 @@ def place(
             remaining[dim] //= extent
             taken[dim] *= extent
             size //= extent
-        links[axis] = join([Link(interconnect, tuple(spans), length)])
+        links[axis] = join([Link(interconnect, tuple(spans), length, levels)])
     return tuple(links[axis] for axis in range(len(sizes)))

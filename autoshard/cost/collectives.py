@@ -22,6 +22,9 @@ Demystifying NCCL, 2025, section on non-pipelined patterns). This adds ``b / n /
 both directions, an all_to_all on one costs a quarter of an all_gather, small messages about a microsecond a hop. XLA's own scheduler
 is simpler: a time independent of the group's size, an all_reduce at 46.65 GB/s with v5e's 45 a link, an all_gather at twice that,
 and half of it where a group spans a box of 8 or more chips in two dimensions (from its compiled schedules at 16 MiB).
+
+*Levels.* Between ``e`` parts of a cluster, ``m`` devices of each of which take part, a collective runs within, across and within them, or
+only across and within, each across step among devices of the same number, in ``ceil(log2 e)`` messages (`autoshard.cost.levels`).
 """
 
 from __future__ import annotations
@@ -34,14 +37,13 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.cluster import Link, Protocol, join
+from autoshard.cost.levels import Line, fastest, lines_on_levels
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 
 Bytes = TypeVar("Bytes", float, np.ndarray)
 Groups = tuple[int, int]
 """Of groups of devices of an axis, how many are in each, and how far apart they are on it."""
-Line = tuple[float, float]
-"""Seconds of an empty collective, and seconds a byte."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,24 +93,22 @@ class Communication:
         link = self.link(sending)
         if groups is not None:
             link = link.part(*groups) or link
-        if kind in ("all_to_all", "collective_permute"):
-            return (_exchange(kind, link),)
-        protocols = [_protocol(kind, link, protocol) for protocol in link.interconnect.protocols]
-        return _fastest([_ring(kind, link, link.bandwidth_bytes_per_second), *filter(None, protocols)])
+        return lines_on_levels(kind, link, lines_within)
+
+
+def lines_within(kind: str, link: Link) -> tuple[Line, ...]:
+    """The lines of the protocols of a collective within one part of a cluster, without dominated ones."""
+    if link.size == 1:
+        return ((0.0, 0.0),)
+    if kind in ("all_to_all", "collective_permute"):
+        return (_exchange(kind, link),)
+    protocols = [_protocol(kind, link, protocol) for protocol in link.interconnect.protocols]
+    return fastest([_ring(kind, link, link.bandwidth_bytes_per_second), *filter(None, protocols)])
 
 
 def _on(line: Line, nbytes: Bytes) -> Bytes:
     fixed, each = line
     return nbytes * each + fixed * (nbytes > 0)  # empty arrays are not sent
-
-
-def _fastest(lines: list[Line]) -> tuple[Line, ...]:
-    """The lower envelope of the lines, by increasing fixed cost."""
-    kept: list[Line] = []
-    for fixed, each in sorted(set(lines)):
-        if not kept or each < kept[-1][1]:
-            kept.append((fixed, each))
-    return tuple(kept)
 
 
 def _exchange(kind: str, link: Link) -> Line:

@@ -132,6 +132,8 @@ def place_words(link: Link) -> str:
 
     def run(span: Span) -> str:
         apart = f", {span.stride} apart" if span.stride > 1 else ""
+        if span.dim < len(link.levels):
+            return f"{span.extent} of {link.length[span.dim][0]} {link.levels[span.dim].name}{apart}"
         return f"{span.extent} of {link.length[span.dim][0]} in dimension {span.dim}{apart}"
 
     return " and ".join(run(span) for span in link.spans) or "nowhere"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -27,14 +28,15 @@ _NEED_DEVICES = frozenset({"custom_partitioning", FORWARD, BACKWARD, "inspect_sh
 def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """The JAX mesh of Auto axes with these names and sizes, its devices in the order of the mesh's placement.
 
-    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used. Devices of a TPU slice are ordered by
-    their coordinates, others stay in the order given: JAX lists GPUs host by host. JAX places a mesh without a placement.
+    ``devices`` may be those of an ahead-of-time topology; the first ``mesh.size`` of them are used. Devices of TPU slices are ordered by
+    slice and by their coordinates there, others stay in the order given: JAX lists GPUs host by host. JAX places a mesh without a
+    placement on one slice; on several it is row-major over them, the first axes across slices, as `create_hybrid_device_mesh` has it.
 
     >>> dict(jax_mesh(Mesh.of({"data": 1})).shape)
     {'data': 1}
 
     Raises:
-        ClusterError: there are fewer devices than the mesh needs.
+        ClusterError: there are fewer devices than the mesh needs, or unequally many of several slices.
     """
     if devices is not None and not isinstance(devices, Iterable):
         raise ClusterError(f"devices= is a list of devices, got {devices!r}. Write devices=jax.devices()[:{mesh.size}], for instance.")
@@ -46,9 +48,13 @@ def jax_mesh(mesh: Mesh, devices: Sequence[Any] | None = None) -> jax.sharding.M
         )
     found = found[: mesh.size]
     sizes, types = tuple(size for _, size in mesh.shape), (AxisType.Auto,) * len(mesh.shape)
-    if mesh.placement is None:
+    n_slices = _slices(found, mesh)
+    if mesh.placement is None and n_slices == 1:
         return jax.make_mesh(sizes, mesh.all_names, axis_types=types, devices=found)
-    placed = _placed(mesh, mesh.placement, sorted(found, key=_coordinates))
+    found = sorted(found, key=_coordinates)
+    if mesh.placement is None:
+        return jax.sharding.Mesh(_array(found).reshape(sizes), mesh.all_names, axis_types=types)
+    placed = _placed(mesh, mesh.placement, found)
     return jax.sharding.Mesh(placed.transpose(mesh.order).reshape(sizes), mesh.all_names, axis_types=types)
 
 
@@ -110,6 +116,22 @@ def rows_spec(spec: PartitionSpec | Sequence[Any], dim: int = 0) -> PartitionSpe
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in own))
 
 
+def _slices(devices: Sequence[Any], mesh: Mesh) -> int:
+    """The number of TPU slices that the devices are of.
+
+    Raises:
+        ClusterError: there are unequally many of them.
+    """
+    counts = Counter(_coordinates(device)[:1] for device in devices)
+    if len(set(counts.values())) > 1:
+        parts = ", ".join(f"{n} of slice {index[0]}" for index, n in sorted(counts.items()) if index)
+        raise ClusterError(
+            f"a mesh has equally many devices of each slice, and {mesh} gets {parts}. Pass devices=, as many of every slice, or search for "
+            f"a cluster of equal slices such as '{len(counts)}*v5e:4x4'."
+        )
+    return len(counts)
+
+
 def _coordinates(device: Any) -> tuple[int, ...]:
     """The coordinates of a device in its slice, outermost dimension first; empty if it has none."""
     coords = getattr(device, "coords", None)
@@ -118,10 +140,14 @@ def _coordinates(device: Any) -> tuple[int, ...]:
 
 def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndarray:
     """The devices, given row-major over the cluster, as an array of the shape ``mesh.sizes``."""
-    grid = np.empty(len(devices), object)
-    grid[:] = devices
-    laid = grid.reshape(placement.topology).transpose(placement.dims).reshape([mesh.sizes[axis] for axis in placement.axes])
+    laid = _array(devices).reshape(placement.topology).transpose(placement.dims).reshape([mesh.sizes[axis] for axis in placement.axes])
     return laid.transpose(np.argsort(placement.axes))
+
+
+def _array(devices: Sequence[Any]) -> np.ndarray:
+    found = np.empty(len(devices), object)
+    found[:] = devices
+    return found
 
 
 def abstract_mesh(mesh: Mesh, device: AbstractDevice | None = None) -> AbstractMesh:

@@ -62,7 +62,7 @@ class Kernel:
 
     def predicted_seconds(self, cluster: Cluster) -> float:
         """The cost model's prediction, on one device of the cluster."""
-        one = replace(cluster, topology=(1,) * len(cluster.topology))
+        one = replace(cluster, topology=(1,) * len(cluster.topology), levels=())
         return evaluate(self._facts, CostModel(one, ALONE), Assignment(ALONE, {}, {})).cost.compute_seconds
 
     def compiled(self, devices: Sequence[Any]) -> Callable[[int], Run]:

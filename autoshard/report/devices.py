@@ -48,8 +48,7 @@ def devices_of_stages(cluster: Cluster, mesh: Mesh, stages: Sequence[Mesh]) -> D
         coordinates += [(number, *along) for along in found.coordinates]
         links += [(first + a, first + b, axis + 1) for a, b, axis in found.links]
     places = tuple(product(*map(range, dimensions)))
-    rings = cluster.interconnect.rings(dimensions)
-    return Devices(cluster.interconnect.kind, dimensions, rings, places, tuple(coordinates), tuple(links))
+    return Devices(cluster.interconnect.kind, dimensions, cluster.rings, places, tuple(coordinates), tuple(links))
 
 
 def devices_of(cluster: Cluster, mesh: Mesh) -> Devices:
@@ -72,9 +71,7 @@ def devices_of(cluster: Cluster, mesh: Mesh) -> Devices:
                 after = _after(found, span)
                 if after in numbers:
                     links.append((device, numbers[after], axis))
-    return Devices(
-        cluster.interconnect.kind, topology, cluster.interconnect.rings(topology), tuple(places), tuple(coordinates), tuple(links)
-    )
+    return Devices(cluster.interconnect.kind, topology, cluster.rings, tuple(places), tuple(coordinates), tuple(links))
 
 
 def _after(place: tuple[int, ...], span: Span) -> tuple[int, ...] | None:

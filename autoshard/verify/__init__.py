@@ -7,6 +7,7 @@ from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
 from autoshard.verify.hlo import collectives_of
 from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
 from autoshard.verify.shardy_passes import explicit_collectives, propagated
+from autoshard.verify.slices import in_phases
 from autoshard.verify.targets import TARGETS, Target, devices_here
 from autoshard.verify.topology import Topology, compiled_topology, host_topology, topology_of
 
@@ -31,6 +32,7 @@ __all__ = [
     "dot_flops",
     "explicit_collectives",
     "host_topology",
+    "in_phases",
     "propagated",
     "read_buffers",
     "scheduled_cycles",

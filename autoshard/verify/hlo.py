@@ -18,6 +18,7 @@ from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh, ServedOp
 from autoshard.ir.naming import runs_rarely
 from autoshard.verify.groups import axes_of
+from autoshard.verify.slices import is_between_slices, kind_and_axes, rendezvous, within_slice
 
 KINDS = {
     "all-gather": "all_gather",
@@ -38,6 +39,7 @@ _OTHER_COLLECTIVES = re.compile(
     r"(collective-|ragged-all-to-all|all-to-all|all-gather|all-reduce|reduce-scatter|send|recv)(?!.*-done$|.*-update$)"
 )
 
+_PARTITIONS = re.compile(r"\bnum_partitions=(\d+)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
@@ -87,6 +89,8 @@ class Module:
     def __init__(self, text: str):
         self.computations: dict[str, Computation] = {}
         self.entry = ""
+        partitions = _PARTITIONS.search(text, 0, text.find("\n"))
+        self._n_partitions = int(partitions[1]) if partitions else 0
         current: Computation | None = None
         for line in text.splitlines():
             if current is None:
@@ -101,6 +105,10 @@ class Module:
                 for operand in instruction.operands:
                     _add_elements(current, operand)
                 current[instruction.name] = instruction
+
+    def mesh(self, mesh: Mesh) -> Mesh:
+        """The mesh on which groups of devices are numbered: of those of one slice, where the module is one of several slices."""
+        return mesh if self._n_partitions in (0, mesh.size) else within_slice(mesh)
 
     def called(self, instruction: Instruction) -> list[tuple[str, int]]:
         """The computations that an instruction runs, and how often; without those it applies to elements, as a reduction does.
@@ -243,12 +251,22 @@ def sent_by(module: Module, computation: Computation, instruction: Instruction, 
     base = instruction.opcode.removesuffix("-start")
     if base in KINDS:
         return [] if _carried(computation, instruction) else _records(module, computation, instruction, base, count, mesh)
+    if instruction.opcode in ("send", "recv") and is_between_slices(instruction.rest):
+        return [_between_slices(computation, instruction, mesh, count)] if instruction.opcode == "recv" else []
     if _is_collective(instruction):
         raise CompilerError(
             f"every collective of a compiled module is counted, and {instruction.opcode} {instruction.name!r} is of an unknown form: "
             f"{instruction.rest[:120]}. Report it with the versions of jax and its compiler."
         )
     return []
+
+
+def _between_slices(computation: Computation, received: Instruction, mesh: Mesh, count: int) -> Collective:
+    """The collective between slices of which a recv is the end; the sent or received array that is larger counts."""
+    kind, axes = kind_and_axes(received.rest, mesh)
+    named = _SOURCE.search(received.rest)
+    both = [end for end in computation.values() if end.opcode in ("send", "recv") and rendezvous(end.rest) == rendezvous(received.rest)]
+    return Collective(kind, axes, max(tensor_bytes(end.type)[0] for end in both), count, ServedOp(name=named[1]) if named else None)
 
 
 def _carried(computation: Computation, collective: Instruction) -> bool:
@@ -276,6 +294,7 @@ def _callees(instruction: Instruction) -> list[str]:
 
 
 def _records(module: Module, computation: Computation, instruction: Instruction, base: str, count: int, mesh: Mesh) -> list[Collective]:
+    mesh = module.mesh(mesh)
     axes = axes_of(instruction.rest, mesh)
     named = _SOURCE.search(instruction.rest)
     op = ServedOp(name=named[1]) if named else None

@@ -18,6 +18,7 @@ class Target:
         ahead: whether it compiles ahead of time for the strategy's cluster otherwise.
         pads: whether its compiler pads operands, so that bytes within 3 % and FLOPs within 1 % count as predicted.
         cycles: whether its compiler estimates a schedule's cycles.
+        slices: whether it divides collectives between slices into phases.
         example: clusters that it compiles for.
         differs: a known reason for large differences from the prediction; empty where there is none.
     """
@@ -27,6 +28,7 @@ class Target:
     ahead: bool = False
     pads: bool = False
     cycles: bool = False
+    slices: bool = False
     example: str = ""
     differs: str = ""
 
@@ -43,6 +45,7 @@ TARGETS = {
         ahead=True,
         pads=True,
         cycles=True,
+        slices=True,
         example="v5e:2x4' or another slice",
     ),
     "gpu": Target(

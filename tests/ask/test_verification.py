@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 from problems import eager_cluster
 from programs import concrete, mlp
 from strategy_records import EXAMPLE
@@ -221,6 +222,25 @@ def test_the_tpu_compiler_takes_one_chip(program, cluster):
     fn, args, _ = program
     found = autoshard.verify(autoshard.search(fn, *args, cluster=cluster), fn, *args, target="tpu")
     assert found.exact and found.fits and found.flops_ratio == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+@pytest.mark.parametrize("mesh", [{"slice": 2, "data": 4}, {"data": 8}])
+def test_the_tpu_compiler_divides_collectives_between_slices_as_predicted(mesh):
+    """Two slices: what goes within and what across is as planned, for an axis across, one within and one over both."""
+    width, shape = 1024, jax.ShapeDtypeStruct
+
+    def train_step(w, x):
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - gradient, loss
+
+    args = shape((width, width), jnp.float32), shape((2**19, width), jnp.float32)
+    pins = {"x": PartitionSpec(tuple(mesh), None), "w": PartitionSpec(None, "data")}
+    strategy = autoshard.search(train_step, *args, cluster="2*v5e:2x2", mesh=mesh, pins=pins, donate_argnums=0)
+    found = autoshard.verify(strategy, train_step, *args, target="tpu")
+    large = {(row.kind, row.mesh_axes): row.agrees or abs(row.actual_bytes - row.predicted_bytes) <= 1024 for row in found.rows}
+    assert found.as_predicted and all(large.values())
+    assert {("all_gather", ("data",)), ("all_reduce", ("slice" if "slice" in mesh else "data",))} <= set(large)
 
 
 def test_only_the_strategys_own_compiler_is_expected_to_rewrite_its_plan():

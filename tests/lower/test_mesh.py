@@ -9,7 +9,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError
-from autoshard.ir import Mesh, Value, layouts
+from autoshard.ir import Mesh, Placement, Value, layouts
 from autoshard.judge.model import CostModel
 from autoshard.lower import jax_mesh, to_named_sharding, to_partition_spec
 from autoshard.lower.collectives import moved
@@ -38,6 +38,27 @@ def test_devices_are_a_list():
     """A number of devices is refused with what to write."""
     with pytest.raises(ClusterError, match=r"list of devices, got 4.*jax.devices\(\)\[:8\]"):
         jax_mesh(Mesh.of({"data": 8}), 4)
+
+
+class Tpu:
+    def __init__(self, slice_index, *coords):
+        self.slice_index, self.coords = slice_index, coords
+
+
+def test_the_first_axis_is_across_slices_as_jax_has_hybrid_meshes():
+    """Devices of several slices are those of one after the other, row-major in each, whatever their order."""
+    devices = [Tpu(s, x, y, 0) for s in range(2) for y in range(4) for x in range(2)]
+    for mesh in (Mesh.of({"slice": 2, "data": 8}), Mesh((("slice", 2), ("data", 8)), Placement((2, 2, 4), (0, 1, 2), (0, 1)))):
+        found = jax_mesh(mesh, devices[::-1]).devices
+        assert [device.slice_index for device in found.flat] == [0] * 8 + [1] * 8
+        assert [device.coords[:2] for device in found[1]] == [(x, y) for x in range(2) for y in range(4)]
+
+
+def test_slices_of_a_mesh_are_equal():
+    """A mesh that would have more devices of one slice than of another is refused with what to do."""
+    devices = [Tpu(0, x, 0) for x in range(8)] + [Tpu(1, x, 0) for x in range(4)]
+    with pytest.raises(ClusterError, match=r"data=12 gets 8 of slice 0, 4 of slice 1\. Pass devices=.*2\*v5e"):
+        jax_mesh(Mesh.of({"data": 12}), devices)
 
 
 def test_a_layout_becomes_a_named_sharding():
