@@ -81,17 +81,7 @@ def topology_of(cluster: Cluster) -> Topology:
     """
     device = cluster.device
     if device.kind == "tpu":
-        rows, columns = (*cluster.topology, 1)[:2]
-        if len(cluster.levels) > 1:
-            raise ClusterError(
-                f"programs are compiled ahead of time for slices on one network, and {cluster.name!r} has {len(cluster.levels)} levels of "
-                f"them. Search on a cluster of one, '{cluster.n_devices // math.prod(cluster.topology)}*{device.name}:...' say."
-            )
-        # The compiler divides slices into hosts of 2 x 2 chips; others, such as 1 x 4 in a stage of a pipeline, have hosts of their own.
-        options: dict[str, Any] = {"chips_per_host_bounds": _host_of(cluster.topology)} if rows % 2 or columns % 2 else {}
-        if cluster.levels:
-            options["num_slices"] = cluster.levels[0].size
-        return Topology("tpu", f"{device.name}:{'x'.join(map(str, cluster.topology))}", options)
+        return _slices(cluster)
     if device.kind != "gpu" or device.name not in COMPUTE_CAPABILITY:
         raise ClusterError(
             "programs are compiled ahead of time for TPU slices and for the GPUs "
@@ -115,6 +105,21 @@ def topology_of(cluster: Cluster) -> Topology:
     # slices x hosts of a slice x devices of a host: each host is a slice, the extent of NVLink
     hosts *= math.prod(level.size for level in cluster.levels)
     return Topology("cuda", "", {"topology": f"{hosts}x1x{per_host}", "target_config": target}, cluster.memory_limit_bytes)
+
+
+def _slices(cluster: Cluster) -> Topology:
+    """The topology of TPU slices."""
+    if len(cluster.levels) > 1:
+        raise ClusterError(
+            f"programs are compiled ahead of time for slices on one network, and {cluster.name!r} has {len(cluster.levels)} levels of them. "
+            f"Search on a cluster of one, '{cluster.n_devices // math.prod(cluster.topology)}*{cluster.device.name}:...' say."
+        )
+    rows, columns = (*cluster.topology, 1)[:2]
+    # The compiler divides slices into hosts of 2 x 2 chips; others, such as 1 x 4 in a stage of a pipeline, have hosts of their own.
+    options: dict[str, Any] = {"chips_per_host_bounds": _host_of(cluster.topology)} if rows % 2 or columns % 2 else {}
+    if cluster.levels:
+        options["num_slices"] = cluster.levels[0].size
+    return Topology("tpu", f"{cluster.device.name}:{'x'.join(map(str, cluster.topology))}", options)
 
 
 def _host_of(topology: tuple[int, ...]) -> tuple[int, ...]:
