@@ -111,8 +111,8 @@ def _slices(cluster: Cluster) -> Topology:
     """The topology of TPU slices."""
     if len(cluster.levels) > 1:
         raise ClusterError(
-            f"programs are compiled ahead of time for slices on one network, and {cluster.name!r} has {len(cluster.levels)} levels of them. "
-            f"Search on a cluster of one, '{cluster.n_devices // math.prod(cluster.topology)}*{cluster.device.name}:...' say."
+            f"programs are compiled ahead of time for slices on one network, and {cluster.name!r} has {len(cluster.levels)} levels of "
+            f"them. Search on a cluster of one, '{cluster.n_devices // math.prod(cluster.topology)}*{cluster.device.name}:...' say."
         )
     rows, columns = (*cluster.topology, 1)[:2]
     # The compiler divides slices into hosts of 2 x 2 chips; others, such as 1 x 4 in a stage of a pipeline, have hosts of their own.
