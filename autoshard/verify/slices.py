@@ -19,17 +19,12 @@ from functools import lru_cache
 import numpy as np
 
 from autoshard.cluster import Cluster, Link, join
+from autoshard.cost.collectives import COLLECTIVES
 from autoshard.errors import CompilerError
 from autoshard.ir import Collective, Mesh, as_compiled
 from autoshard.verify.groups import UNKNOWN, axes_of_pairs
 
-KINDS = {
-    "ALL_REDUCE": "all_reduce",
-    "ALL_GATHER": "all_gather",
-    "REDUCE_SCATTER": "reduce_scatter",
-    "ALL_TO_ALL": "all_to_all",
-    "ONE_TO_ONE": "collective_permute",
-}
+_PERMUTE = "ONE_TO_ONE"
 _TYPE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _TARGET = re.compile(r"_xla_megascale_target=\"?(\{[^\"]*?\})\"?,_xla")
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
@@ -56,13 +51,15 @@ def kind_and_axes(attributes: str, mesh: Mesh) -> tuple[str, tuple[str, ...]]:
         CompilerError: it is of an unknown kind.
     """
     found = _TYPE.search(attributes)
-    if found is None or found[1] not in KINDS:
+    kind = "" if found is None else "collective_permute" if found[1] == _PERMUTE else found[1].lower()
+    if kind not in COLLECTIVES:
+        known = ", ".join(each.upper() for each in COLLECTIVES[:-1])
         raise CompilerError(
-            f"a transfer between slices is one of {', '.join(KINDS)}, and the compiled module has {attributes[:200]!r}. Report it with the "
+            f"a transfer between slices is one of {known} and {_PERMUTE}, and the compiled module has {attributes[:200]!r}. Report it with the "
             "versions of jax and libtpu."
         )
     target = _TARGET.search(attributes)
-    return KINDS[found[1]], UNKNOWN if target is None else axes_of_pairs(_pairs(target[1], mesh), mesh)
+    return kind, UNKNOWN if target is None else axes_of_pairs(_pairs(target[1], mesh), mesh)
 
 
 @lru_cache(maxsize=64)
