@@ -55,8 +55,8 @@ def kind_and_axes(attributes: str, mesh: Mesh) -> tuple[str, tuple[str, ...]]:
     if kind not in COLLECTIVES:
         known = ", ".join(each.upper() for each in COLLECTIVES[:-1])
         raise CompilerError(
-            f"a transfer between slices is one of {known} and {_PERMUTE}, and the compiled module has {attributes[:200]!r}. Report it with the "
-            "versions of jax and libtpu."
+            f"a transfer between slices is one of {known} and {_PERMUTE}, and the compiled module has {attributes[:200]!r}. Report it "
+            "with the versions of jax and libtpu."
         )
     target = _TARGET.search(attributes)
     return kind, UNKNOWN if target is None else axes_of_pairs(_pairs(target[1], mesh), mesh)
