@@ -11,6 +11,7 @@ from autoshard.analysis.partial_sums import PartialSums, partial_sums
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.compilers.all_reduce_combiner import Sums, sums_of
 from autoshard.compilers.bf16_demotion import single_rows
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import fuse
 from autoshard.compilers.grouped import Grouped, expanded_traffic, is_grouped
@@ -61,6 +62,7 @@ class ProgramFacts:
         sending: the ops whose shards may send each other parts of their operands.
         sorts: the sorts.
         grouped: per op index, what the compiler makes of grouped products.
+        corrections: of predicted kernels, by what the compiler made of such kernels before.
     """
 
     graph: Graph
@@ -94,6 +96,7 @@ class ProgramFacts:
     sending: tuple[Op, ...]
     sorts: tuple[Op, ...]
     grouped: dict[int, Grouped]
+    corrections: Corrections = NO_CORRECTIONS
 
     @property
     def materialised(self) -> tuple[bool, ...]:
@@ -108,6 +111,10 @@ class ProgramFacts:
     def in_order(self, times: Lifetimes) -> ProgramFacts:
         """The same program with its kernels in another order."""
         return replace(self, orders=replace(self.orders, best=times))
+
+    def corrected(self, corrections: Corrections) -> ProgramFacts:
+        """The same program with other corrections."""
+        return self if corrections is self.corrections else replace(self, corrections=corrections)
 
 
 def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> ProgramFacts:

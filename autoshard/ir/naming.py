@@ -17,6 +17,8 @@ _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 _NUMBER = re.compile(r"(?<=[\[_.'/\-])(\d+)(?=\W|_|$)")
 _PART = re.compile(r"[^\[\]'\"./]+")
 NEAR = 3  # names that are suggested
+OP_SCOPE = "op="
+"""The innermost scope of each operation of a lowered program, before its number in the graph: compiled kernels are attributed by it."""
 RARELY = "autoshard_rarely"
 """The scope of a loop that has a trip only where something unusual happens: it is planned, and verified, as if it had none."""
 _COMPONENT = re.compile(r"\[[^\]]*\]|[^.\[\]]+")

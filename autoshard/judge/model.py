@@ -201,6 +201,11 @@ class CostModel:
         Args:
             block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
         """
+        seconds = self.predicted_seconds(facts, op, choice, block)
+        return facts.corrections.corrected(facts, op, choice, self.mesh.sizes, seconds) if facts.corrections else seconds
+
+    def predicted_seconds(self, facts: ProgramFacts, op: Op, choice: Choice, block: tuple[int, int] = (-1, 1)) -> float:
+        """`op_seconds` before what is known of such kernels."""
         traffic = facts.traffic[op.index]
         if op.bodies or is_collective(op.primitive) or (is_view(op.primitive) and not traffic.starts):
             return 0.0
@@ -301,6 +306,9 @@ class CostModel:
 
         An op of a shard_map's body takes what it takes, its collectives included.
         """
+        return facts.corrections.bounded(facts, op, self._least_predicted_seconds(facts, op))
+
+    def _least_predicted_seconds(self, facts: ProgramFacts, op: Op) -> float:
         if op.mapped and not op.bodies:
             choice = (NOWHERE,) * len(self.mesh.axes)
             return self.op_seconds(facts, op, choice) + path_seconds(self.exchange_path(facts, op, choice))

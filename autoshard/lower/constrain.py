@@ -154,6 +154,8 @@ class _Region(Interpreter):
         broadcasts: per value, layout and shape that it is broadcast to, one array for each sharding of the new dimensions.
     """
 
+    is_final = True
+
     def __init__(self, plan: _Plan, unconstrained: set[int] | None = None):
         super().__init__(plan.ops, plan.differentiable)
         self.plan = plan

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as
 from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
+from autoshard.ir.naming import OP_SCOPE
 from autoshard.primitives import has_custom_rule, is_inlined
 from autoshard.trace.mapped import MAPPED
 from autoshard.trace.origin import calls_library
@@ -33,10 +34,12 @@ class Interpreter:
     Attributes:
         ops: per path of an equation, its op.
         differentiable: whether the result may be differentiated, or mapped, once more.
+        is_final: whether what it makes is lowered as it is: the scope of an equation then ends with the number of its op.
         called: the traceback of the call of a library's function around this region, whose own lines say nothing to a user.
     """
 
     called: Any = None
+    is_final = False
 
     def __init__(self, ops: Mapping[Path, Op], differentiable: bool = True):
         self.ops = ops
@@ -83,6 +86,8 @@ class Interpreter:
 
         for position, eqn in enumerate(jaxpr.eqns):
             names = current_name_stack() + eqn.source_info.name_stack
+            if self.is_final and (found := self.ops.get((*path, position))) is not None:
+                names = names.extend(f"{OP_SCOPE}{found.index}")
             with user_context(self.called or eqn.source_info.traceback, name_stack=names), self.context(eqn):
                 results = self._equation(eqn, [read(atom) for atom in eqn.invars], (*path, position))
             arrays.update(zip(eqn.outvars, results, strict=True))

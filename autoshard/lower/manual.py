@@ -220,6 +220,8 @@ class _Region(Interpreter):
         ahead: per value and layout, the array that the previous trip has gathered.
     """
 
+    is_final = True
+
     def __init__(
         self,
         plan: _Plan,

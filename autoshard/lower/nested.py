@@ -45,6 +45,8 @@ class Inside(Interpreter):
         nested: evaluates a shard_map inside, from its equation, its operands and its path.
     """
 
+    is_final = True
+
     def __init__(self, axes: Mapping[str, tuple[str, ...]], ops: Mapping[Path, Op], nested: Nested):
         super().__init__(ops, differentiable=False)
         self.axes = axes

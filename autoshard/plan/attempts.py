@@ -205,6 +205,7 @@ class Attempts:
             if opened is traced:
                 return []
             traced, facts = opened, program_facts(opened.graph, rules_of(opened.graph), compiler_of(self.asked.cluster))
+            facts = facts.corrected(self.asked.facts.corrections)
         kinds = {"activations": (True,), "auto": (False, True)}.get(self.offload or "", (False,))
         options = [Options(traced, facts, device, hosts) for hosts in kinds]
         found = [each.replaced if self.remat == "replace" else each.all for each in options]

@@ -2,8 +2,9 @@
 
 All are compiled until memory is assigned, which is a matter of seconds; those that do not fit, and those that the compiler fails on, are
 out. Each of the others gets its *corrected* time: the prediction with compute scaled by compiled FLOPs and communication by compiled
-collectives under the link model. That decides, but for TPUs between those that are close: whoever's time is within `MARGIN` of the least
-time known is compiled to the end, and the time of its schedule counts instead, until nobody else is as close.
+collectives under the link model. That decides, but for TPUs: whoever's time is within `MARGIN` of the least time known, predicted or
+corrected, is compiled to the end, and the time of its schedule counts instead, until nobody else is as close. So the fastest is always
+compiled to the end there, and corrects the predictions of its kernels (`autoshard.plan.corrections`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ from jax.stages import Lowered
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError, CompilerError
+from autoshard.plan.corrections import differences, learned
 from autoshard.plan.finalists import Board
 from autoshard.verify import (
     COMPILERS,
+    NO_OP,
     Ahead,
     AheadCompiler,
     Compilation,
     Topology,
     collectives_of,
+    compiled_kernels,
     compiled_topology,
     corrected_seconds,
     dot_flops,
@@ -77,43 +81,43 @@ class FinalistCompiler:
             OutOfTime: the time is over; what is recorded by then holds.
         """
         lowered: dict[int, Lowered] = {}
-        with closing(self._compiled(board, list(range(len(board.found))), lowered, cycles=False)) as results:
-            for number, ahead in results:
-                self._read(board, number, ahead)
+        numbers, least = list(range(len(board.found))), min(each.predicted_seconds for each in board.found)
+        near = [k for k in numbers if self.clock_hertz and board.found[k].predicted_seconds <= least * (1 + MARGIN)]
+        self._decide(board, numbers, near, lowered)
         while close := self._close(board):
-            scheduled: dict[int, float] = {}
-            with closing(self._compiled(board, close, lowered, cycles=True)) as results:
-                for number, ahead in results:
-                    if isinstance(ahead, Ahead) and ahead.fits and ahead.hlo:
-                        scheduled[number] = self._scheduled(board, number, ahead)
-                    else:  # generating code may fail, too
-                        self._read(board, number, ahead)
-            for number, seconds in scheduled.items():  # all at once: times of two kinds are not compared where the time is over in between
-                board.note(number, measure="scheduled", seconds=seconds)
+            self._decide(board, close, close, lowered)
+
+    def _decide(self, board: Board, numbers: list[int], to_the_end: list[int], lowered: dict[int, Lowered]) -> None:
+        """Compiles some finalists, of them some to the end."""
+        scheduled: dict[int, float] = {}
+        with closing(self._compiled(board, numbers, to_the_end, lowered)) as results:
+            for number, ahead in results:
+                if self._read(board, number, ahead) and isinstance(ahead, Ahead) and number in to_the_end:
+                    scheduled[number] = self._scheduled(board, number, ahead)
+        for number, seconds in scheduled.items():  # all at once: times of two kinds are not compared where the time is over in between
+            board.note(number, measure="scheduled", seconds=seconds)
 
     def _close(self, board: Board) -> list[int]:
         """Who is still to be compiled to the end, so that it is known who is the fastest."""
         seconds = {number: board.found[number].seconds or 0.0 for number in board.accepted}
-        if not self.clock_hertz or len(seconds) < 2:
+        if not self.clock_hertz or not seconds:
             return []
         near = min(seconds.values()) * (1 + MARGIN)
-        close = [number for number in seconds if seconds[number] <= near]
-        scheduled = [number for number in seconds if board.found[number].measure == "scheduled"]
-        return [number for number in close if number not in scheduled] if scheduled or len(close) > 1 else []
+        return [number for number in seconds if seconds[number] <= near and board.found[number].measure != "scheduled"]
 
-    def _compiled(self, board: Board, numbers: list[int], lowered: dict[int, Lowered], cycles: bool) -> Results:
+    def _compiled(self, board: Board, numbers: list[int], to_the_end: list[int], lowered: dict[int, Lowered]) -> Results:
         """What the compiler makes of finalists as it comes; as many processes at once as there is room for."""
 
         def start(number: int) -> Callable[[], Compilation]:
             def begin() -> Compilation:
                 if number not in lowered:
                     lowered[number] = board.lowered(number, self.topology.platform)
-                return Compilation(lowered[number], board.strategies[number].record.mesh, self.topology, cycles)
+                board.compilations += 1
+                return Compilation(lowered[number], board.strategies[number].record.mesh, self.topology, number in to_the_end)
 
             return begin
 
-        doing = f"compiling for {board.cluster.name}{' to the end' if cycles else ''}"
-        done = len(board.found) - len(numbers)
+        doing, done = f"compiling for {board.cluster.name}", len(board.found) - len(numbers)
         return _in_parallel({number: start(number) for number in numbers}, board, doing, done)
 
     def _read(self, board: Board, number: int, ahead: Ahead | Exception) -> bool:
@@ -144,6 +148,12 @@ class FinalistCompiler:
         return fits
 
     def _scheduled(self, board: Board, number: int, ahead: Ahead) -> float:
+        """The seconds of the compiled schedule; notes what its kernels take beyond the prediction."""
+        kernels, judged = compiled_kernels(ahead.hlo), board.strategies[number]._judged
+        if judged is not None and any(kernel.leader != NO_OP for kernel in kernels):
+            of = judged.facts, judged.model, judged.record.assignment, kernels, self.clock_hertz
+            board.differences[number] = differences(*of)
+            board.corrections = board.corrections.merged([learned(*of)])
         return scheduled_seconds(ahead.hlo, board.strategies[number].record.mesh, _links(board, number), self.clock_hertz)
 
 

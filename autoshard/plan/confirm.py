@@ -119,13 +119,13 @@ def with_confirmation_of(record: Record, earlier: Record) -> Record:
     What a compiler makes of a plan does not depend on its predicted cost, so that a confirmation outlives changes of the cost model.
     """
     kept = earlier.confirmation
-    if record.confirmation is not None or kept is None or len(kept.finalists) > 1 or _plan(record) != _plan(earlier):
+    if record.confirmation is not None or kept is None or len(kept.finalists) > 1 or plan_of(record) != plan_of(earlier):
         return record
     finalist = replace(kept.taken, found_by=record.searcher.name, predicted_seconds=record.cost.makespan_seconds)
     return replace(record, confirmation=replace(kept, finalists=(finalist,)))
 
 
-def _plan(record: Record) -> tuple:
+def plan_of(record: Record) -> tuple:
     """All of a record that its compiled program depends on."""
     remat = record.program.remat
     program = replace(record.program, remat=remat and replace(remat, kept_bytes=0.0, plain_bytes=0.0, seconds=0.0))

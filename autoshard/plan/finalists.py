@@ -10,8 +10,10 @@ from typing import Any
 import jax
 
 from autoshard.cluster import Cluster
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.errors import OutOfTime
 from autoshard.plan.agreement import everyones
+from autoshard.plan.corrections import Difference
 from autoshard.plan.plan import Plan
 from autoshard.progress import Progress
 from autoshard.run.padded import PaddedArguments
@@ -35,6 +37,9 @@ class Board:
         progress: called with what is being done and the fraction that is done.
         found: per finalist what there is to record of it; one that was accepted is "slower" until it is taken.
         ended: whether the time, or Ctrl-C, ended the decision.
+        compilations: how many were begun.
+        corrections: what was learned of kernels from those that were compiled to the end.
+        differences: of each of these, by its number, the compute of its operations beside the predicted.
     """
 
     strategies: Sequence[Plan]
@@ -47,6 +52,9 @@ class Board:
     together: bool = False
     found: list[Finalist] = field(init=False)
     ended: bool = field(default=False, init=False)
+    compilations: int = field(default=0, init=False)
+    corrections: Corrections = field(default=NO_CORRECTIONS, init=False)
+    differences: dict[int, list[Difference]] = field(default_factory=dict, init=False)
 
     def __post_init__(self):
         self.found = [
@@ -62,6 +70,10 @@ class Board:
     def accepted(self) -> list[int]:
         """The numbers of those that may be taken, in the order of their predicted step times."""
         return [number for number, each in enumerate(self.found) if each.outcome == "slower"]
+
+    def keep(self, numbers: Sequence[int]) -> None:
+        """Leaves out all finalists but some."""
+        self.strategies, self.finders, self.found = ([each[k] for k in numbers] for each in (self.strategies, self.finders, self.found))
 
     def note(self, number: int, **changes: Any) -> None:
         """Records something of a finalist."""

@@ -14,6 +14,7 @@ from typing import Any
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
+from autoshard.compilers.corrections import NO_CORRECTIONS
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, ShardingError, TraceError
 from autoshard.explanation.searched import Searched
@@ -160,6 +161,7 @@ def prepare(
     offload=False,
     stages=1,
     rounds=1,
+    corrections=NO_CORRECTIONS,
 ):
     """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s, and `traced_of`'s."""
     cluster = cluster_of(cluster)
@@ -172,6 +174,7 @@ def prepare(
     axes = (*asked.axes, *(given.all_names if given else ()))
     how = microbatches, remat, whole, offload, stages, rounds, asked.batch
     traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, *how)
+    facts = facts.corrected(corrections)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     more = tuple(searcher.in_specs.items()) if isinstance(searcher, Manual) else ()
     meshes, is_free = meshes_of(cluster, pins, given, most, stages, more)

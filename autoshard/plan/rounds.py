@@ -1,7 +1,9 @@
-"""Searches again with another limit of predicted peaks, where compiled peaks differ from predicted ones.
+"""Searches of one request, each corrected by what was compiled before.
 
-*Again.* Where no finalist fits as compiled, or only some that are slower than one that does not by more than predictions are wrong, the
-next search has the limit times predicted through compiled peak, of the finalist where that is least: nothing that was refused comes back.
+*Corrected.* What the kernels of a compiled schedule take beyond their prediction corrects the tables of the next search, which is then
+exact on these kernels. The searches end where whatever is predicted to be faster than the best schedule has been compiled.
+*Within less.* Where no finalist fits as compiled, or only some that are slower than one that does not by more than predictions are wrong,
+the next search has the limit times predicted through compiled peak, of the finalist where that is least: nothing refused comes back.
 *Above.* Where nothing is predicted to fit, the plan of the smallest peak is compiled if that is near the limit.
 """
 
@@ -13,21 +15,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from autoshard.cluster import Cluster
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.errors import ClusterError, CompilerError, InfeasibleError, SearchLimitError
 from autoshard.plan.compiled_finalists import MARGIN, finalist_compiler_of
-from autoshard.plan.confirm import Confirm, confirmed, noted
+from autoshard.plan.confirm import Confirm, confirmed, noted, plan_of
 from autoshard.plan.finalists import Board
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import RESERVE
 from autoshard.progress import Progress, part
-from autoshard.render import format_bytes
-from autoshard.strategy import Finalist
+from autoshard.render import format_bytes, format_seconds
+from autoshard.strategy import Finalist, Record
 
-ROUNDS = ((0.0, 0.9), (0.9, 0.05), (0.95, 0.05))  # of each search where it begins and its share of the progress: most end with the first
+MOST_ROUNDS = 5  # searches
+MOST_COMPILATIONS = 6  # after which no search follows
+FIRST = 0.9  # of the progress, the share of the first search; each that follows has as large a part of the rest
 NEARLY = 1.25  # times the limit: a predicted peak that is compiled before it is refused; few are too high by more (docs/predictions.md)
 
-Search = Callable[[float | None, Progress], Board | Plan]
-"""From a limit of the predicted peak, None for the user's own, to the finalists; or to a strategy that is not to be confirmed."""
+Search = Callable[[float | None, Corrections, Progress], Board | Plan]
+"""From a limit of the predicted peak, None for the user's own, and corrections to the finalists; or to one that is not to be confirmed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +45,14 @@ class _Found:
 
     @property
     def seconds(self) -> float:
-        """The predicted step time, by which answers are compared: compiled times of several searches may be of different kinds."""
-        return self.strategy.cost.makespan_seconds
+        """The step time, by which answers are compared: as scheduled, else as predicted."""
+        found = self.strategy.confirmation
+        known = found is not None and found.taken.measure == "scheduled"
+        return found.seconds or 0.0 if found is not None and known else self.strategy.cost.makespan_seconds
+
+    def beats(self, other: _Found | None) -> bool:
+        """Whether it is the better answer: it is confirmed, and faster."""
+        return other is None or (self.strategy.confirmation is not None and self.seconds < other.seconds)
 
 
 @dataclass(eq=False)
@@ -54,6 +65,7 @@ class Rounds:
         cluster: the devices.
         limit: bytes that a device may hold, as compiled.
         boards: the finalists of each search, and what became of them.
+        corrections: of predicted kernels, by what was compiled.
     """
 
     search: Search
@@ -61,6 +73,7 @@ class Rounds:
     cluster: Cluster
     limit: float
     boards: list[Board] = field(default_factory=list, init=False)
+    corrections: Corrections = field(default=NO_CORRECTIONS, init=False)
 
     def found(self, progress: Progress) -> Plan:
         """The fastest strategy that is confirmed; one of the first search where nothing confirms it.
@@ -72,37 +85,46 @@ class Rounds:
         best: _Found | None = None
         failure: InfeasibleError | SearchLimitError | None = None
         within: float | None = None
-        for begins, share in ROUNDS:
-            own, n_before = part(progress, begins, share), len(self.boards)
+        left = 1.0
+        for _ in range(MOST_ROUNDS):
+            own, n_before, left = part(progress, 1 - left, left * FIRST), len(self.boards), left * (1 - FIRST)
             try:
-                found = self._tried(within, own)
-                if best is None or (found.strategy.confirmation is not None and found.seconds < best.seconds):
-                    best = found
+                found = self._tried(within, own, best)
+                best = found if found is not None and found.beats(best) else best
             except (InfeasibleError, SearchLimitError) as error:
                 failure = error
                 if best is None and len(self.boards) == n_before:
                     best = self._above(error, within or self.limit, own)
-            if len(self.boards) != n_before + 1 or self.boards[-1].ended or (best is not None and not self._gives_up_much(best)):
+            if len(self.boards) == n_before or self.boards[-1].ended or sum(each.compilations for each in self.boards) >= MOST_COMPILATIONS:
                 break
-            if (scale := self._scale(self.boards[-1])) is None:
+            scale = self._scale(self.boards[-1]) if best is None or self._gives_up_much(best) else None
+            if scale is not None:
+                within = self.limit * scale * (1 - RESERVE)
+                own(f"faster plans do not fit as compiled: searches again within {format_bytes(within)}", 1.0)
+            elif not self.boards[-1].corrections:
                 break
-            within = self.limit * scale * (1 - RESERVE)
-            own(f"faster plans do not fit as compiled: searches again within {format_bytes(within)}", 1.0)
+            self.corrections = self.corrections.merged([self.boards[-1].corrections])
         if best is None:
             assert failure is not None
             raise failure if len(self.boards) < 2 else self._refusal()
         return self._recorded(best)
 
-    def _tried(self, within: float | None, progress: Progress) -> _Found:
-        """The answer of one search, compiled.
+    def _tried(self, within: float | None, progress: Progress, best: _Found | None = None) -> _Found | None:
+        """The answer of one search, compiled; None where all that is predicted to be faster than the best has been.
 
         Raises:
             InfeasibleError: nothing is predicted to fit; or nothing fits as compiled, and the finalists are in `boards`.
             SearchLimitError: the time was over.
         """
-        board = self.search(within, progress)
+        board = self.search(within, self.corrections, progress)
         if isinstance(board, Plan):
             return _Found(board, None, within)
+        if self.corrections and best is not None:
+            compiled = [plan_of(plan.record) for each in self.boards for plan in each.strategies]
+            faster = [k for k, plan in enumerate(board.strategies) if plan.cost.makespan_seconds < best.seconds]
+            board.keep([k for k in faster if plan_of(board.strategies[k].record) not in compiled][:1])
+            if not board.strategies:
+                return None
         self.boards.append(board)
         return _Found(confirmed(board, self.how), board, within)
 
@@ -133,18 +155,21 @@ class Rounds:
     def _gives_up_much(self, best: _Found) -> bool:
         """Whether a plan that does not fit is predicted to be faster than the best by more than predictions are wrong."""
         refused = [each.predicted_seconds for board in self.boards for each in board.found if each.outcome == "does not fit"]
-        return min(refused, default=math.inf) * (1 + MARGIN) < best.seconds
+        return min(refused, default=math.inf) * (1 + MARGIN) < best.strategy.cost.makespan_seconds
 
     def _scale(self, board: Board) -> float | None:
         """Predicted through compiled peak, the least of what does not fit; None: there is none, or its compiled peak is unknown."""
         return min((predicted / max(needed, self.limit) for predicted, needed in _refused([board])), default=None)
 
     def _recorded(self, best: _Found) -> Plan:
-        """The strategy with the finalists of all searches, and with a note on the limit of its own, if it has one."""
+        """The strategy with the finalists and a note of each search, one on the limit of its own, if it has one, and the compiled cost."""
         strategy, confirmation = best.strategy, best.strategy.confirmation
         if confirmation is not None and len(self.boards) > 1:
             finalists = tuple(each for board in self.boards for each in _told(board, board is best.board))
             strategy = strategy.with_record(replace(strategy.record, confirmation=replace(confirmation, finalists=finalists)))
+        if best.board is not None and self.how.by == "compiler" and confirmation is not None:
+            strategy = strategy.with_record(as_compiled(strategy.record, best.board))
+            strategy = noted(strategy, *(trail(n, board) for n, board in enumerate(self.boards, 1) if board.differences))
         if best.within is None:
             return strategy
         why = f"of what was compiled, {self._needs()}" if _refused(self.boards) else "nothing is predicted to fit that"
@@ -178,3 +203,34 @@ def _refused(boards: list[Board]) -> list[tuple[float, float]]:
 def _needed(found: Finalist) -> float | None:
     """The bytes that a finalist needs as compiled, fragmentation included where the compiler says it; None: unknown."""
     return max((known for known in (found.needed_bytes, found.peak_bytes) if known is not None), default=None)
+
+
+def as_compiled(record: Record, board: Board) -> Record:
+    """The record with the step time and the peak of memory that its compiler makes of it, as far as it says them."""
+    number = next(k for k, each in enumerate(board.found) if each.outcome == "taken")
+    taken, cost = board.found[number], record.cost
+    if taken.peak_bytes:
+        cost = replace(cost, peak_bytes=taken.peak_bytes, recomputation=None)
+    if taken.measure == "scheduled" and taken.seconds:
+        compute = sum(each.compiled_seconds for each in board.differences.get(number, ())) or cost.compute_seconds
+        exposed = max(taken.seconds - compute, 0.0)
+        sent = max(cost.communication_seconds, exposed)
+        cost = replace(cost, makespan_seconds=taken.seconds, compute_seconds=min(compute, taken.seconds), communication_seconds=sent,
+                       exposed_communication_seconds=exposed)  # fmt: skip
+    return replace(record, cost=cost)
+
+
+def trail(number: int, board: Board) -> str:
+    """What a search and the compiler made of each other, in one line."""
+    k = min(board.differences, key=lambda k: board.found[k].seconds or math.inf)
+    found, each = board.differences[k], board.found[k]
+    compiled, predicted = (sum(getattr(one, f"{side}_seconds") for one in found) for side in ("compiled", "predicted"))
+    most = next((one for one in found if one.op is not None), None)
+    where = f", most of all {most.op.primitive} at {most.op.origin} by {_signed(most.more_seconds)}" if most and most.op else ""
+    times = f"{format_seconds(each.predicted_seconds)} were predicted and {format_seconds(each.seconds or 0.0)} are scheduled"
+    kernels = f"its kernels differ by {_signed(compiled - predicted)}{where}"
+    return f"search {number}: {board.compilations} compiled; of the fastest, on mesh {each.mesh}, {times}; {kernels}"
+
+
+def _signed(seconds: float) -> str:
+    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}"

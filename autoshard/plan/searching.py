@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.plan.agreement import agreed, finalists_of_process_0
 from autoshard.plan.attempts import Attempts, Whole
 from autoshard.plan.attention_notes import attention_notes
@@ -85,13 +86,14 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
         n_finalists, until = 1 if how is None else how.finalists, math.inf
         n_kept = MOST_OVERLAPPED if how is None and chosen.includes_baselines else n_finalists
 
-        def searched(within: float | None, progress: Progress) -> Board | Plan:
-            """The finalists within a limit, None for the user's; where nothing is to be confirmed, or Ctrl-C ended the search, the best."""
+        def searched(within: float | None, corrections: Corrections, progress: Progress) -> Board | Plan:
+            """The finalists within a limit, None for the user's; the best alone where none is confirmed, or Ctrl-C ended the search."""
             nonlocal until
             limit = request.memory_limit_bytes if within is None else within
             seconds = request.searching_seconds if until == math.inf else max((until - time.perf_counter()) / 2, 0.0)
             own = part(progress, 0.0, 1.0 if how is None else SEARCHING)
-            asked = partial(prepare, fn, args, request.cluster, chosen, request.mesh, request.asked, limit, request.donate_argnums)
+            asked = partial(prepare, fn, args, request.cluster, chosen, request.mesh, request.asked, limit, request.donate_argnums,
+                            corrections=corrections)  # fmt: skip
 
             def attempts(
                 number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, **divided: int
@@ -137,7 +139,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
             )
 
         if how is None:
-            found = searched(None, progress)
+            found = searched(None, NO_CORRECTIONS, progress)
             assert isinstance(found, Plan)
             return found
         devices = cluster_of(request.cluster)

@@ -1,6 +1,7 @@
 """Verification against compilers: ahead-of-time compilation, collectives, FLOPs and memory of compiled modules, Shardy's propagation."""
 
 from autoshard.verify.aot import COMPILERS, Ahead, AheadCompiler, Compilation, Options, compile_ahead
+from autoshard.verify.attribution import NO_OP, CompiledKernel, compiled_kernels, cycles_by_op
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
@@ -13,11 +14,13 @@ from autoshard.verify.topology import Topology, compiled_topology, host_topology
 
 __all__ = [
     "COMPILERS",
+    "NO_OP",
     "TARGETS",
     "Ahead",
     "AheadCompiler",
     "Buffers",
     "Compilation",
+    "CompiledKernel",
     "Flops",
     "Options",
     "Row",
@@ -26,8 +29,10 @@ __all__ = [
     "collectives_of",
     "compare",
     "compile_ahead",
+    "compiled_kernels",
     "compiled_topology",
     "corrected_seconds",
+    "cycles_by_op",
     "devices_here",
     "dot_flops",
     "explicit_collectives",

@@ -1,0 +1,102 @@
+"""Corrections of a search's tables by what a compiler made of a plan, operation by operation."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections, kernel_key
+from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.ir import Assignment, Op
+from autoshard.judge.evaluate import scheduled
+from autoshard.judge.model import CostModel
+from autoshard.judge.task_graph import Region
+from autoshard.verify import NO_OP, CompiledKernel, cycles_by_op
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What one operation takes in a step, predicted and compiled.
+
+    Attributes:
+        op: the operation; None for kernels that compute none.
+        predicted_seconds, compiled_seconds: of the kernels that it leads, with the operations that these compute and no other.
+    """
+
+    op: Op | None
+    predicted_seconds: float
+    compiled_seconds: float
+
+    @property
+    def more_seconds(self) -> float:
+        """By how much the compiled time exceeds the predicted one."""
+        return self.compiled_seconds - self.predicted_seconds
+
+
+def differences(
+    facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock_hertz: float
+) -> list[Difference]:
+    """The compute of each operation that leads a kernel or is predicted to have one, the largest difference first."""
+    predicted, ops = seconds_by_op(facts, model, assignment), facts.graph.walk()
+    kernels = [*kernels]
+    compiled = {op: cycles / clock_hertz for op, cycles in cycles_by_op(kernels).items()}
+    found = []
+    for leader, members in _groups(kernels, predicted).items():
+        op = ops[leader] if leader != NO_OP else None
+        found.append(Difference(op, sum(predicted.get(each, 0.0) for each in members), compiled.get(leader, 0.0)))
+    return sorted(found, key=lambda each: (-abs(each.more_seconds), -1 if each.op is None else each.op.index))
+
+
+def learned(
+    facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock_hertz: float
+) -> Corrections:
+    """Corrections with which the compute of this assignment is the compiled one; of kernels with one key it is the mean."""
+    facts, kernels = facts.corrected(NO_CORRECTIONS), [*kernels]
+    predicted, ops = seconds_by_op(facts, model, assignment), facts.graph.walk()
+    compiled = {op: cycles / clock_hertz for op, cycles in cycles_by_op(kernels).items()}
+    more: dict[int, float] = defaultdict(float)
+    for leader, members in _groups(kernels, predicted).items():
+        expected, taken = sum(predicted.get(each, 0.0) for each in members), compiled.get(leader, 0.0)
+        if taken >= expected:
+            more[leader] += taken - expected
+        else:
+            for each in members:
+                more[each] += predicted.get(each, 0.0) * (taken / expected - 1)
+    by_key: dict[str, list[float]] = defaultdict(list)
+    for index, seconds in more.items():
+        if index == NO_OP or ops[index].bodies or facts.idle[index]:
+            continue
+        op, choice = ops[index], assignment.choice(index)
+        key = kernel_key(facts, op, choice, model.mesh.sizes, model.predicted_seconds(facts, op, choice))
+        by_key[key].append(seconds / max(op.trips, 1))
+    return Corrections({key: sum(each) / len(each) for key, each in by_key.items()})
+
+
+def seconds_by_op(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> dict[int, float]:
+    """The predicted compute of a step by operation, copies around its collectives included."""
+    found: dict[int, float] = defaultdict(float)
+
+    def add(region: Region) -> None:
+        for task, seconds in enumerate(region.tasks.seconds):
+            if task in region.loops:
+                add(region.loops[task])
+            elif task not in region.sent:
+                found[region.ops[task]] += seconds * region.runs
+
+    add(scheduled(facts, model, assignment)[1].region)
+    return dict(found)
+
+
+def _groups(kernels: Iterable[CompiledKernel], predicted: Mapping[int, float]) -> dict[int, list[int]]:
+    """By leader the operations that its kernels compute: its own, and those that lead none and are in no kernel before.
+
+    What is predicted to take time and is in no kernel is a group of its own.
+    """
+    leaders = {kernel.leader for kernel in kernels}
+    found: dict[int, list[int]] = {leader: [leader] for leader in sorted(leaders)}
+    seen = set(leaders)
+    for kernel in kernels:
+        found[kernel.leader] += [op for op in kernel.ops if op not in seen]
+        seen.update(kernel.ops)
+    return found | {op: [op] for op, seconds in predicted.items() if op not in seen and seconds > 0}

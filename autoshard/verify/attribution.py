@@ -1,0 +1,123 @@
+"""Kernels of a compiled program by the operations of the graph that they compute, and the cycles or bytes of each.
+
+The innermost scope of an operation is its number (`autoshard.ir.naming.OP_SCOPE`), which compilers keep in the metadata of instructions. A
+kernel is of several operations, and *led* by one: by its product, if it has one, else by the operation that its own metadata name. What
+has no scope, as copies between layouts have none, is led by the operation that makes its operand, else by the first that reads it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autoshard.ir.naming import OP_SCOPE
+from autoshard.verify.flops import cycles_of
+from autoshard.verify.hlo import Computation, Instruction, Module, tensor_bytes
+
+_OP = re.compile(rf'op_name="[^"]*[/(]{re.escape(OP_SCOPE)}(\d+)')  # greedy: the innermost
+_PRODUCTS = frozenset({"convolution", "dot", "custom-call"})
+_NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"})
+_PASSED = frozenset({"bitcast", "get-tuple-element", "tuple", "copy", "copy-start", "copy-done", "transpose", "reshape"})
+
+NO_OP = -1
+"""The number that stands for no operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """One kernel of a compiled program.
+
+    Attributes:
+        name: of its instruction.
+        leader: the index of the operation that leads it; `NO_OP` where none does.
+        ops: the indices of all operations that it computes, the leader's included.
+        runs: how often it runs in a step.
+        cycles: of one run, as the compiler estimates them; None where it does not.
+        nbytes: of its operands and results, read and written once.
+    """
+
+    name: str
+    leader: int
+    ops: tuple[int, ...]
+    runs: int
+    cycles: int | None
+    nbytes: float
+
+
+def compiled_kernels(hlo_text: str) -> tuple[CompiledKernel, ...]:
+    """The kernels of a compiled module in its order, those of loops once; collectives are not among them, fusions with them are."""
+    module = Module(hlo_text)
+    return tuple(_kernels(module, module.entry, 1))
+
+
+def cycles_by_op(kernels: Iterable[CompiledKernel]) -> dict[int, float]:
+    """The cycles of a step by the operation that leads; of several kernels the sum."""
+    found: dict[int, float] = defaultdict(float)
+    for kernel in kernels:
+        found[kernel.leader] += kernel.runs * (kernel.cycles or 0)
+    return dict(found)
+
+
+def _kernels(module: Module, name: str, runs: int) -> Iterator[CompiledKernel]:
+    computation = module.computations.get(name, Computation())
+    for instruction in computation.values():
+        inner = [] if instruction.opcode == "fusion" else module.called(instruction)
+        for callee, times in inner:
+            yield from _kernels(module, callee, runs * times)
+        cycles = cycles_of(instruction)
+        if inner or instruction.opcode in _NOTHING or (cycles is None and not instruction.opcode.startswith(("fusion", "custom-call"))):
+            continue
+        ops = _ops(module, instruction)
+        leader = _leader(module, computation, instruction, ops)
+        read = (computation[operand].type for operand in instruction.operands if operand in computation)
+        nbytes = sum(sum(tensor_bytes(each)) for each in (instruction.type, *read))
+        yield CompiledKernel(instruction.name, leader, tuple(dict.fromkeys((leader, *ops))), runs, cycles, nbytes)
+
+
+def _op(instruction: Instruction) -> int:
+    """The operation that an instruction's own metadata name."""
+    found = _OP.search(instruction.rest)
+    return int(found[1]) if found else NO_OP
+
+
+def _inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
+    """The instructions of a fusion, fusions within it opened."""
+    for callee, _ in module.called(instruction) if instruction.opcode == "fusion" else ():
+        for inner in module.computations.get(callee, Computation()).values():
+            yield inner
+            yield from _inside(module, inner)
+
+
+def _ops(module: Module, instruction: Instruction) -> list[int]:
+    """The operations that a kernel computes, those of most instructions first."""
+    counts = Counter(op for each in (instruction, *_inside(module, instruction)) if (op := _op(each)) != NO_OP)
+    return [op for op, _ in counts.most_common()]
+
+
+def _leader(module: Module, computation: Computation, instruction: Instruction, ops: list[int]) -> int:
+    """The operation that leads a kernel."""
+    products = (_op(inner) for inner in _inside(module, instruction) if inner.opcode in _PRODUCTS)
+    own = next((op for op in products if op != NO_OP), _op(instruction))
+    if own != NO_OP:
+        return own
+    return ops[0] if ops else _nearby(module, computation, instruction)
+
+
+def _nearby(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """The operation that makes the first operand of an instruction without one, else the first that reads its result."""
+    for before in (True, False):
+        waiting, seen = [instruction], {instruction.name}
+        while waiting:
+            at = waiting.pop(0)
+            near = [computation[name] for name in at.operands if name in computation] if before else computation.readers.get(at.name, [])
+            for each in near:
+                if each.name in seen or each.opcode == "parameter":
+                    continue
+                seen.add(each.name)
+                if ops := _ops(module, each):
+                    return ops[0] if _op(each) == NO_OP else _op(each)
+                if each.opcode in _PASSED or each.opcode == "fusion":
+                    waiting.append(each)
+    return NO_OP
