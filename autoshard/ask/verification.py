@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
 from autoshard.ask.pipeline_verification import PipelineVerification, stage_programs, together
 from autoshard.ask.strategy import Strategy
+from autoshard.ask.verified_operations import OperationDifference, by_operation, operation_tables
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, StrategyError
 from autoshard.ir import Collective, Mesh, as_compiled
@@ -68,6 +69,7 @@ class Verification:
         available_bytes: what a device offers; None where the compiler does not say.
         fits: whether the program fits the device's memory, as the compiler says or by what it needs; None where that is not known.
         predicted_for: the strategy's cluster, where the target compiles for devices of another kind.
+        operations: the operations whose compute, or memory at the peak, differs most, where the program is compiled ahead of time.
     """
 
     program: str
@@ -87,6 +89,7 @@ class Verification:
     available_bytes: float | None = None
     fits: bool | None = None
     predicted_for: str = ""
+    operations: tuple[OperationDifference, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -131,6 +134,7 @@ class Verification:
             columns = ("", "mesh axes", ">predicted", ">actual", ">predicted bytes", ">actual bytes", "")
             notes = ("All of it is of one step on one device.", "An all_reduce of which only slices are read is a reduce_scatter.")
             parts.append(Table(columns, rows, notes))
+        parts += operation_tables(self.operations)
         if TARGETS[self.target].differs and not self.near:
             parts.append(Paragraph(TARGETS[self.target].differs))
         if self.predicted_for and self._peak_is_far:
@@ -267,7 +271,8 @@ def verify(
         found = _compiled(lowered.compile(), record.mesh)
     if save_graphs is not None and found.text:
         save_text(save_graphs, record.program, "compiled.txt", found.text)
-    return _verification(record, target, found, lowered.as_text().count("sdy.sharding_constraint"))
+    verification = _verification(record, target, found, lowered.as_text().count("sdy.sharding_constraint"))
+    return verification if not found.alive else replace(verification, operations=_operations(strategy, fn, args, found, cycles))
 
 
 def _verification(record: Record, target: str, found: _Actual, n_constraints: int, peak_bytes: float | None = None) -> Verification:
@@ -334,6 +339,13 @@ def _verified_stages(
     return PipelineVerification(record.program.name, target, tuple(stages))
 
 
+def _operations(strategy: Strategy, fn: Callable, args: tuple, found: _Actual, cycles: bool) -> tuple[OperationDifference, ...]:
+    """The operations in which a compiled program differs most from its prediction."""
+    judged = (strategy if strategy._traced is not None else strategy.with_program(fn, *args))._judged
+    clock = Cluster.from_dict(strategy.record.cluster).device.clock_hertz if cycles else 0.0
+    return () if judged is None else by_operation(judged, found.text, found.alive, clock)
+
+
 def _compiled_for(record: Record, target: str) -> str:
     """The devices that a target compiles for, in words."""
     return record.cluster["name"] if TARGETS[target].ahead else "this machine's devices"
@@ -360,6 +372,7 @@ class _Actual:
     available_bytes: float | None = None
     fits: bool | None = None
     text: str = ""
+    alive: tuple[tuple[str, float], ...] = ()
 
 
 def _compiled(compiled: jax.stages.Compiled, mesh: Mesh) -> _Actual:
@@ -383,6 +396,7 @@ def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
         available_bytes=ahead.available_bytes,
         fits=ahead.fits,
         text=ahead.hlo,
+        alive=ahead.alive,
     )
 
 

@@ -8,15 +8,13 @@ its prediction.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from autoshard.ir import Choice, Layout, Op, Rule, computed_layout, local_shape, operand_layout
+from autoshard.ir import Choice, Layout, Op, Rule, Value, computed_layout, local_shape, operand_layout
 
-if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import ProgramFacts
+Values = Sequence[Value]
 
 _SIZES = re.compile(r" ?\{[^{}]*=[^{}]*\}")
 FIGURES = 4
@@ -45,15 +43,15 @@ class Corrections:
     def __bool__(self) -> bool:
         return bool(self.seconds)
 
-    def corrected(self, facts: ProgramFacts, op: Op, choice: Choice, sizes: tuple[int, ...], seconds: float) -> float:
-        """The seconds of a kernel, of those that are predicted."""
-        if operation_key(facts, op) not in self.least:
+    def corrected(self, op: Op, rule: Rule | None, values: Values, choice: Choice, sizes: tuple[int, ...], seconds: float) -> float:
+        """The seconds of a kernel, of those that are predicted; other arguments are those of `kernel_key`."""
+        if operation_key(op, rule) not in self.least:
             return seconds
-        return max(seconds + self.seconds.get(kernel_key(facts, op, choice, sizes, seconds), 0.0), 0.0)
+        return max(seconds + self.seconds.get(kernel_key(op, rule, values, choice, sizes, seconds), 0.0), 0.0)
 
-    def bounded(self, facts: ProgramFacts, op: Op, seconds: float) -> float:
+    def bounded(self, op: Op, rule: Rule | None, seconds: float) -> float:
         """A lower bound of a kernel's seconds under any choice, of one of those that are predicted."""
-        return max(seconds + self.least.get(operation_key(facts, op), 0.0), 0.0) if self.least else seconds
+        return max(seconds + self.least.get(operation_key(op, rule), 0.0), 0.0) if self.least else seconds
 
     def merged(self, others: Iterable[Corrections]) -> Corrections:
         """These and others; of what several know the latest."""
@@ -63,9 +61,8 @@ class Corrections:
 NO_CORRECTIONS = Corrections()
 
 
-def operation_key(facts: ProgramFacts, op: Op) -> str:
+def operation_key(op: Op, rule: Rule | None) -> str:
     """The operation's part of a kernel's key: its primitive and its rule, which has what parameters mean."""
-    rule = facts.rules[op.index]
     return f"{op.primitive} {'' if rule is None else _notation(rule)}"
 
 
@@ -75,19 +72,21 @@ def _notation(rule: Rule) -> str:
     return _SIZES.sub("", str(rule))
 
 
-def kernel_key(facts: ProgramFacts, op: Op, choice: Choice, sizes: tuple[int, ...], seconds: float) -> str:
+def kernel_key(op: Op, rule: Rule | None, values: Values, choice: Choice, sizes: tuple[int, ...], seconds: float) -> str:
     """The key of a kernel.
 
     Args:
+        op, rule, values: the operation, its rule, and the values of its program by their numbers.
+        choice: how it is sharded.
         sizes: of the mesh's axes.
         seconds: predicted for one execution, before any correction.
     """
-    rule, whole = facts.rules[op.index], (-1,) * len(sizes)
+    whole = (-1,) * len(sizes)
 
     def shard(value: int, layout: Layout) -> str:
-        tensor = facts.graph.values[value]
+        tensor = values[value]
         return f"{tensor.dtype}[{','.join(f'{size:g}' for size in local_shape(tensor.shape, layout, sizes))}]"
 
     read = [shard(v, whole if rule is None else operand_layout(rule, choice, k)) for k, v in enumerate(op.operands)]
     made = [shard(v, whole if rule is None else computed_layout(rule, choice, k)) for k, v in enumerate(op.results)]
-    return f"{operation_key(facts, op)} of {' '.join(read)} -> {' '.join(made)} in {seconds:.{FIGURES}g}"
+    return f"{operation_key(op, rule)} of {' '.join(read)} -> {' '.join(made)} in {seconds:.{FIGURES}g}"

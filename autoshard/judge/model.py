@@ -202,7 +202,9 @@ class CostModel:
             block: a factor, and into how many blocks a device splits that: one of them is computed (a windowed product's).
         """
         seconds = self.predicted_seconds(facts, op, choice, block)
-        return facts.corrections.corrected(facts, op, choice, self.mesh.sizes, seconds) if facts.corrections else seconds
+        if not facts.corrections:
+            return seconds
+        return facts.corrections.corrected(op, facts.rules[op.index], facts.graph.values, choice, self.mesh.sizes, seconds)
 
     def predicted_seconds(self, facts: ProgramFacts, op: Op, choice: Choice, block: tuple[int, int] = (-1, 1)) -> float:
         """`op_seconds` before what is known of such kernels."""
@@ -306,7 +308,7 @@ class CostModel:
 
         An op of a shard_map's body takes what it takes, its collectives included.
         """
-        return facts.corrections.bounded(facts, op, self._least_predicted_seconds(facts, op))
+        return facts.corrections.bounded(op, facts.rules[op.index], self._least_predicted_seconds(facts, op))
 
     def _least_predicted_seconds(self, facts: ProgramFacts, op: Op) -> float:
         if op.mapped and not op.bodies:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections, kernel_key
 from autoshard.compilers.program_facts import ProgramFacts
@@ -12,6 +12,7 @@ from autoshard.ir import Assignment, Op
 from autoshard.judge.evaluate import scheduled
 from autoshard.judge.model import CostModel
 from autoshard.judge.task_graph import Region
+from autoshard.primitives import is_matrix, is_view
 from autoshard.verify import NO_OP, CompiledKernel, cycles_by_op
 
 
@@ -39,7 +40,7 @@ def differences(
 ) -> list[Difference]:
     """The compute of each operation that leads a kernel or is predicted to have one, the largest difference first."""
     predicted, ops = seconds_by_op(facts, model, assignment), facts.graph.walk()
-    kernels = [*kernels]
+    kernels = _led(facts, kernels)
     compiled = {op: cycles / clock_hertz for op, cycles in cycles_by_op(kernels).items()}
     found = []
     for leader, members in _groups(kernels, predicted).items():
@@ -52,7 +53,8 @@ def learned(
     facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock_hertz: float
 ) -> Corrections:
     """Corrections with which the compute of this assignment is the compiled one; of kernels with one key it is the mean."""
-    facts, kernels = facts.corrected(NO_CORRECTIONS), [*kernels]
+    facts = facts.corrected(NO_CORRECTIONS)
+    kernels = _led(facts, kernels)
     predicted, ops = seconds_by_op(facts, model, assignment), facts.graph.walk()
     compiled = {op: cycles / clock_hertz for op, cycles in cycles_by_op(kernels).items()}
     more: dict[int, float] = defaultdict(float)
@@ -68,7 +70,8 @@ def learned(
         if index == NO_OP or ops[index].bodies or facts.idle[index]:
             continue
         op, choice = ops[index], assignment.choice(index)
-        key = kernel_key(facts, op, choice, model.mesh.sizes, model.predicted_seconds(facts, op, choice))
+        seconds_of_one = model.predicted_seconds(facts, op, choice)
+        key = kernel_key(op, facts.rules[index], facts.graph.values, choice, model.mesh.sizes, seconds_of_one)
         by_key[key].append(seconds / max(op.trips, 1))
     return Corrections({key: sum(each) / len(each) for key, each in by_key.items()})
 
@@ -86,6 +89,19 @@ def seconds_by_op(facts: ProgramFacts, model: CostModel, assignment: Assignment)
 
     add(scheduled(facts, model, assignment)[1].region)
     return dict(found)
+
+
+def _led(facts: ProgramFacts, kernels: Iterable[CompiledKernel]) -> list[CompiledKernel]:
+    """The kernels, those of products led by them: compilers name a product by the transposition of its result, if there is one."""
+    ops, found = facts.graph.walk(), []
+    for kernel in kernels:
+        leader = kernel.leader
+        while kernel.product and leader != NO_OP and is_view(ops[leader].primitive):
+            maker = facts.makers[ops[leader].operands[0]]
+            leader = NO_OP if maker is None else maker
+        is_product = leader != NO_OP and is_matrix(ops[leader].primitive)
+        found.append(replace(kernel, leader=leader, ops=(leader, *kernel.ops)) if is_product else kernel)
+    return found
 
 
 def _groups(kernels: Iterable[CompiledKernel], predicted: Mapping[int, float]) -> dict[int, list[int]]:

@@ -1,7 +1,7 @@
 """Verification against compilers: ahead-of-time compilation, collectives, FLOPs and memory of compiled modules, Shardy's propagation."""
 
 from autoshard.verify.aot import COMPILERS, Ahead, AheadCompiler, Compilation, Options, compile_ahead
-from autoshard.verify.attribution import NO_OP, CompiledKernel, compiled_kernels, cycles_by_op
+from autoshard.verify.attribution import NO_OP, CompiledKernel, bytes_by_op, compiled_kernels, cycles_by_op
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
 from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
@@ -26,6 +26,7 @@ __all__ = [
     "Row",
     "Target",
     "Topology",
+    "bytes_by_op",
     "collectives_of",
     "compare",
     "compile_ahead",

@@ -136,6 +136,7 @@ class Ahead:
         available_bytes: bytes available on a device; None if XLA:TPU, which refuses programs that do not fit, accepts it.
         fits: whether the program fits.
         seconds: time of compiling.
+        alive: the instructions whose values are alive at the peak, with the bytes of each; () where the compiler does not say.
     """
 
     hlo: str
@@ -144,6 +145,7 @@ class Ahead:
     available_bytes: float | None
     fits: bool
     seconds: float
+    alive: tuple[tuple[str, float], ...] = ()
 
 
 def compile_ahead(lowered: Lowered, mesh: Mesh, topology: Topology, cycles: bool = False, options: Options | None = None) -> Ahead:
@@ -267,8 +269,8 @@ def read_ahead(compiler: AheadCompiler, folder: Path, topology: Topology, log: s
     compiling = f"{compiler.name} compiles the program for {topology.name or 'GPUs ' + topology.options['topology']}"
     limit = topology.memory_limit_bytes
 
-    def accepted(hlo: str, peak: float, needed: float) -> Ahead:
-        return Ahead(hlo, peak, needed, limit, limit is None or needed <= limit, seconds)
+    def accepted(hlo: str, peak: float, needed: float, alive: tuple[tuple[str, float], ...] = ()) -> Ahead:
+        return Ahead(hlo, peak, needed, limit, limit is None or needed <= limit, seconds, alive)
 
     failure = folder / "failure"
     if failure.exists():
@@ -281,7 +283,7 @@ def read_ahead(compiler: AheadCompiler, folder: Path, topology: Topology, log: s
     scheduled = _dumped(folder, SCHEDULED) if _dumped(folder, compiler.assigned) and not whole else None
     dumped = _dumped(folder, GENERATED) or scheduled
     if dumped is not None and (buffers := _buffers(folder)) is not None:
-        return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes)
+        return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes, buffers.alive)
     compiled = folder / "compiled.json"  # of a complete compilation whose dumps are missing or have other names
     if compiled.exists():
         found = json.loads(compiled.read_text())

@@ -17,7 +17,7 @@ from autoshard.verify.flops import cycles_of
 from autoshard.verify.hlo import Computation, Instruction, Module, tensor_bytes
 
 _OP = re.compile(rf'op_name="[^"]*[/(]{re.escape(OP_SCOPE)}(\d+)')  # greedy: the innermost
-_PRODUCTS = frozenset({"convolution", "dot", "custom-call"})
+_PRODUCTS = frozenset({"convolution", "dot"})
 _NOTHING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "iota"})
 _PASSED = frozenset({"bitcast", "get-tuple-element", "tuple", "copy", "copy-start", "copy-done", "transpose", "reshape"})
 
@@ -33,6 +33,7 @@ class CompiledKernel:
         name: of its instruction.
         leader: the index of the operation that leads it; `NO_OP` where none does.
         ops: the indices of all operations that it computes, the leader's included.
+        product: whether it has a matrix product or a convolution.
         runs: how often it runs in a step.
         cycles: of one run, as the compiler estimates them; None where it does not.
         nbytes: of its operands and results, read and written once.
@@ -41,6 +42,7 @@ class CompiledKernel:
     name: str
     leader: int
     ops: tuple[int, ...]
+    product: bool
     runs: int
     cycles: int | None
     nbytes: float
@@ -60,6 +62,26 @@ def cycles_by_op(kernels: Iterable[CompiledKernel]) -> dict[int, float]:
     return dict(found)
 
 
+def bytes_by_op(hlo_text: str, alive: Iterable[tuple[str, float]]) -> tuple[dict[int, float], dict[int, float]]:
+    """The bytes of values by the operation that makes them, and those of arguments by their position.
+
+    Args:
+        alive: the names of their instructions, with the bytes of each.
+    """
+    module = Module(hlo_text)
+    made, given = defaultdict[int, float](float), defaultdict[int, float](float)
+    places = {name: computation for computation in module.computations.values() for name in computation}
+    for name, nbytes in alive:
+        computation = places.get(name, Computation())
+        if name not in computation:
+            made[NO_OP] += nbytes
+        elif (instruction := computation[name]).opcode == "parameter" and computation is module.computations[module.entry]:
+            given[int(instruction.rest.partition(",")[0])] += nbytes
+        else:
+            made[_led_by(module, computation, instruction)] += nbytes
+    return dict(made), dict(given)
+
+
 def _kernels(module: Module, name: str, runs: int) -> Iterator[CompiledKernel]:
     computation = module.computations.get(name, Computation())
     for instruction in computation.values():
@@ -69,11 +91,11 @@ def _kernels(module: Module, name: str, runs: int) -> Iterator[CompiledKernel]:
         cycles = cycles_of(instruction)
         if inner or instruction.opcode in _NOTHING or (cycles is None and not instruction.opcode.startswith(("fusion", "custom-call"))):
             continue
-        ops = _ops(module, instruction)
-        leader = _leader(module, computation, instruction, ops)
+        ops, products = _ops(module, instruction), _products(module, instruction)
+        leader = _led_by(module, computation, instruction)
         read = (computation[operand].type for operand in instruction.operands if operand in computation)
         nbytes = sum(sum(tensor_bytes(each)) for each in (instruction.type, *read))
-        yield CompiledKernel(instruction.name, leader, tuple(dict.fromkeys((leader, *ops))), runs, cycles, nbytes)
+        yield CompiledKernel(instruction.name, leader, tuple(dict.fromkeys((leader, *ops))), bool(products), runs, cycles, nbytes)
 
 
 def _op(instruction: Instruction) -> int:
@@ -96,13 +118,16 @@ def _ops(module: Module, instruction: Instruction) -> list[int]:
     return [op for op, _ in counts.most_common()]
 
 
-def _leader(module: Module, computation: Computation, instruction: Instruction, ops: list[int]) -> int:
+def _products(module: Module, instruction: Instruction) -> list[Instruction]:
+    """The products of a kernel."""
+    return [each for each in (instruction, *_inside(module, instruction)) if each.opcode in _PRODUCTS]
+
+
+def _led_by(module: Module, computation: Computation, instruction: Instruction) -> int:
     """The operation that leads a kernel."""
-    products = (_op(inner) for inner in _inside(module, instruction) if inner.opcode in _PRODUCTS)
-    own = next((op for op in products if op != NO_OP), _op(instruction))
-    if own != NO_OP:
-        return own
-    return ops[0] if ops else _nearby(module, computation, instruction)
+    if not (ops := _ops(module, instruction)):
+        return _nearby(module, computation, instruction)
+    return next((op for each in (*_products(module, instruction), instruction) if (op := _op(each)) != NO_OP), ops[0])
 
 
 def _nearby(module: Module, computation: Computation, instruction: Instruction) -> int:
@@ -116,8 +141,8 @@ def _nearby(module: Module, computation: Computation, instruction: Instruction) 
                 if each.name in seen or each.opcode == "parameter":
                     continue
                 seen.add(each.name)
-                if ops := _ops(module, each):
-                    return ops[0] if _op(each) == NO_OP else _op(each)
+                if _ops(module, each):
+                    return _led_by(module, computation, each)
                 if each.opcode in _PASSED or each.opcode == "fusion":
                     waiting.append(each)
     return NO_OP

@@ -24,16 +24,19 @@ class Buffers:
     Attributes:
         peak_bytes: peak live bytes: ``memory_analysis().peak_memory_in_bytes``, up to a few kilobytes of constants.
         allocated_bytes: bytes allocated, fragmentation included, without the program's code.
+        alive: the values of the program that are alive at the peak, by the names of their instructions, with the bytes of each.
     """
 
     peak_bytes: float
     allocated_bytes: float
+    alive: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
     """A value's place in the temporaries' allocation, and its first and last live step."""
 
+    name: str
     offset: int
     size: int
     first: int
@@ -48,6 +51,7 @@ def read_buffers(assignment: str, live_ranges: str) -> Buffers:
         live_ranges: the text of ``*-live-range.txt``.
     """
     fixed, temporary = 0, 0
+    kept: list[tuple[str, float]] = []
     slots: list[_Slot] = []
     live = {name + index: (int(first), int(last)) for name, index, first, last in _LIVE.findall(live_ranges)}
     for size, attributes, values in _allocations(assignment):
@@ -55,10 +59,14 @@ def read_buffers(assignment: str, live_ranges: str) -> Buffers:
             continue  # on-chip memories, and the scalars of reductions' bodies
         if "preallocated-temp" in attributes:
             temporary += size
-            slots += [_Slot(offset, n, *live[name]) for name, n, offset in values if n]
+            slots += [_Slot(name, offset, n, *live[name]) for name, n, offset in values if n]
         else:
             fixed += size
-    return Buffers(fixed + _peak(slots), fixed + temporary)
+            kept += [(name, float(size)) for name, _, _ in values[:1]]
+    most, moment = _peak(slots)
+    alive = {(slot.offset, slot.size): slot for slot in slots if slot.first <= moment <= slot.last}.values()
+    named = [(name.partition("{")[0], nbytes) for name, nbytes in (*kept, *((slot.name, float(slot.size)) for slot in alive))]
+    return Buffers(fixed + most, fixed + temporary, tuple(sorted(named, key=lambda each: -each[1])))
 
 
 def _allocations(assignment: str) -> Iterator[tuple[int, str, list[tuple[str, int, int]]]]:
@@ -76,18 +84,19 @@ def _allocations(assignment: str) -> Iterator[tuple[int, str, list[tuple[str, in
         yield size, attributes, values
 
 
-def _peak(slots: list[_Slot]) -> float:
-    """The most bytes in use at any step; values that share bytes, as a loop's carry with its initial value, count once."""
+def _peak(slots: list[_Slot]) -> tuple[float, int]:
+    """The most bytes in use at any step, and that step; values that share bytes, as a loop's carry with its initial value, count once."""
     if not slots:
-        return 0.0
+        return 0.0, 0
     edges = np.unique([edge for slot in slots for edge in (slot.offset, slot.offset + slot.size)])
     lengths, users = np.diff(edges), np.zeros(len(edges) - 1, int)
     events = sorted([(slot.last + 1, -1, slot) for slot in slots] + [(slot.first, 1, slot) for slot in slots], key=lambda event: event[:2])
-    used = most = 0
-    for _, change, slot in events:
+    used = most = moment = 0
+    for when, change, slot in events:
         first, last = np.searchsorted(edges, (slot.offset, slot.offset + slot.size))
         users[first:last] += change
         turned = users[first:last] == (1 if change > 0 else 0)  # from free to used, or back
         used += change * int(lengths[first:last][turned].sum())
-        most = max(most, used)
-    return float(most)
+        if used > most:
+            most, moment = used, when
+    return float(most), moment
