@@ -95,10 +95,11 @@ def search(
             finalists are confirmed it always does.
         confirm: ``"compiler"`` compiles the best distinct strategies, three unless a `Confirm` says otherwise, for the cluster, ahead of
             time and without devices, and takes the fastest of those that fit: by the TPU compiler's schedule where they are close (a minute
-            each), else by the prediction corrected by compiled collectives and FLOPs. ``"devices"`` runs them on the program's devices,
-            on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be confirmed,
-            ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and where
-            nothing is predicted to fit, but nearly, that is compiled (`autoshard.plan.rounds`). None: the prediction decides.
+            each), else by the prediction corrected by compiled collectives and FLOPs. Schedules correct the predictions of kernels, with
+            which the search is repeated, and ``cost`` has the compiler's step time and peak. ``"devices"`` runs them on the program's
+            devices, on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be
+            confirmed, ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and
+            where nothing is predicted to fit, but nearly, that is compiled (`autoshard.plan.rounds`). None: the prediction decides.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where memory binds as many as make the step fastest;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.

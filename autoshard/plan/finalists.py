@@ -73,7 +73,8 @@ class Board:
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Leaves out all finalists but some."""
-        self.strategies, self.finders, self.found = ([each[k] for k in numbers] for each in (self.strategies, self.finders, self.found))
+        self.strategies, self.finders = [self.strategies[k] for k in numbers], [self.finders[k] for k in numbers]
+        self.found = [self.found[k] for k in numbers]
 
     def note(self, number: int, **changes: Any) -> None:
         """Records something of a finalist."""
