@@ -343,11 +343,14 @@ def test_a_step_that_runs_out_of_memory_does_not_fit(monkeypatch):
 
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 def test_the_tpus_compiler_confirms():
-    """XLA:TPU itself compiles a finalist, and it is as predicted."""
+    """XLA:TPU itself compiles a finalist; its time and peak are what is stated, and a note says by which operation they differ most."""
     found = searched(Confirm(finalists=1))
     taken = found.confirmation.taken
-    assert found.confirmation.version.startswith("libtpu") and taken.measure == "corrected"
-    assert taken.flops == pytest.approx(found.cost.flops, rel=0.01) and taken.peak_bytes > 0
+    assert found.confirmation.version.startswith("libtpu") and taken.measure == "scheduled"
+    assert taken.flops == pytest.approx(found.cost.flops, rel=0.01)
+    assert (found.cost.makespan_seconds, found.cost.peak_bytes) == (taken.seconds, taken.peak_bytes)
+    assert found.cost.makespan_seconds > taken.predicted_seconds > 0
+    assert any(note.startswith("search 1: 1 compiled") and "most of all" in note for note in found.notes), found.notes
 
 
 @pytest.mark.slow
