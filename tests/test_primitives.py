@@ -114,6 +114,8 @@ ALLOWED = {
     ("rules/shardy.py", "OPERATORS"): "operators of reductions",
     ("search/tensor_parallel.py", "TAKES_APART"): "what one searcher follows the parts of",
     ("trace/simplify.py", "REARRANGING"): "what one pass makes once",
+    ("verify/attribution.py", "_NOTHING"): "HLO's instructions that no kernel computes",
+    ("verify/attribution.py", "_PASSED"): "HLO's instructions that only move values",
     ("verify/hlo.py", "KINDS"): "collectives by their HLO names",
     ("verify/manual.py", "KINDS"): "collectives by their HLO names",
     ("verify/shardy_passes.py", "KINDS"): "collectives by their HLO names",
