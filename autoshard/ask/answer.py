@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,9 @@ from autoshard.progress import Progress, silent
 from autoshard.report import HtmlReport, report
 from autoshard.rewrite import from_json
 from autoshard.run.pipeline_step import staged_as
+from autoshard.run.recorded import lasting
 from autoshard.run.step import program_of
+from autoshard.strategy import Record, save_record
 from autoshard.trace import outside_mesh
 from autoshard.trace.leaves import argument_names
 from autoshard.verify.pins import fewest_pins
@@ -142,6 +145,15 @@ class Answer(Plan):
             argument_names=argument_names(fn, len(args)),
             has_modules=traced.modules is not None,
         )
+
+    @property
+    def kept(self) -> Record:
+        """The record as a file keeps it: with what `explain` and `report` show of the program, where that is at hand."""
+        return self.record if self._traced is None else replace(self.record, report=self.report().packed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
+        save_record(lasting(self.kept), path)
 
 
 named_as_strategies(Answer)

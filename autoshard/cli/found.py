@@ -39,7 +39,7 @@ def _saved(strategy, options: argparse.Namespace):
     else:
         record = replace(strategy.record, provenance=replace(strategy.record.provenance, command=command))
     if options.save:
-        save_record(record, options.save)
+        save_record(strategy.with_record(record).kept, options.save)
         print(f"saved to {options.save}", file=sys.stderr)
     return record
 

@@ -11,6 +11,7 @@ from autoshard.explanation.data import Axis, Explanation, Stages, StepTime, Tens
 from autoshard.explanation.groups import activation_groups, argument_groups, shard_bytes, state_positions
 from autoshard.explanation.program import Judged
 from autoshard.explanation.sentences import sentences
+from autoshard.explanation.stored import unpacked
 from autoshard.ir import Collective, Mesh, Spec, as_compiled
 from autoshard.strategy import PipelineRecord, Record, TensorRecord
 
@@ -20,9 +21,12 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
 
     Args:
         record: the strategy's.
-        judged: its program; None where only the record is at hand, and for pipelines, whose stages have programs of their own.
+        judged: its program; None where only the record is at hand, which may keep the explanation, and for pipelines, whose stages have
+            programs of their own.
         stages: of a pipeline these programs, in their order, where they are at hand.
     """
+    if judged is None and not stages and record.report:
+        return replace(unpacked(record.report)[0], notes=record.assumptions)
     cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
     judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
     own = [judged] if judged is not None else list(stages[parts.busiest :: pipeline.n_parts]) if pipeline and parts else []

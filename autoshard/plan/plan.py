@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import FunctionType
@@ -23,7 +22,7 @@ from autoshard.run.pipeline_step import staged_as
 from autoshard.run.recorded import WRITTEN_BACK, Call, abstract_call, lasting
 from autoshard.run.step import program_of
 from autoshard.run.structure import rebuild
-from autoshard.strategy import Confirmation, Record, save_record
+from autoshard.strategy import Confirmation, Record
 from autoshard.trace import Traced, outside_mesh
 
 
@@ -187,9 +186,6 @@ class Plan:
         """The strategy of another record of the same program."""
         return type(self)(record, self._traced, self._pins, self._call, self._known, self._parts)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the strategy as canonical JSON, whole or not at all; equal strategies are equal files, so what took how long stays out."""
-        save_record(lasting(self.record), path)
 
 
 def named_as_strategies(cls: type) -> type:

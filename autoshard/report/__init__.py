@@ -12,6 +12,7 @@ from typing import Any
 
 from autoshard.errors import StrategyError
 from autoshard.explanation import Explanation, Judged
+from autoshard.explanation.stored import packed
 from autoshard.pipeline.schedule import Timeline
 from autoshard.report.data import Content, InStage, content_of, to_data
 from autoshard.report.page import framed, page
@@ -35,6 +36,11 @@ class HtmlReport:
     def html(self) -> str:
         """The page: one self-contained file."""
         return page(to_data(self.content))
+
+    @property
+    def packed(self) -> str:
+        """What it shows, as a text that a strategy's file keeps."""
+        return packed(self.content.explanation, to_data(self.content))
 
     @property
     def trace(self) -> dict[str, Any]:
@@ -93,7 +99,7 @@ def report(
     Args:
         record: the strategy's.
         explanation: of it.
-        judged: its program; None where only the record is at hand, and the report says what it lacks.
+        judged: its program; None where only the record is at hand: the page is the one that its file keeps, or says what it lacks.
         schedule: the simulated schedule of a pipeline.
         stages: the programs of its stages, if they are at hand, each with the kinds of tasks that run its operations.
     """

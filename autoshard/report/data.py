@@ -13,6 +13,7 @@ from autoshard.cluster import Cluster
 from autoshard.explanation import Explanation, Judged, TensorGroup
 from autoshard.explanation.build import stages_of
 from autoshard.explanation.groups import argument_groups, state_positions
+from autoshard.explanation.stored import unpacked
 from autoshard.ir.words import spec_words
 from autoshard.pipeline.schedule import Timeline
 from autoshard.report.devices import devices_of, devices_of_stages
@@ -33,6 +34,7 @@ class Content:
         memory, program: as `step`.
         schedule: of a pipeline's stages; None where there are none.
         stages: what is inside each stage of a pipeline, whose programs are at hand.
+        page: the data of its page, where a file kept it; None: made of the rest.
     """
 
     record: Record
@@ -42,6 +44,7 @@ class Content:
     program: Node | None = None
     schedule: Timeline | None = None
     stages: tuple[Content, ...] = ()
+    page: Mapping[str, Any] | None = None
 
 
 InStage = tuple[Judged, Mapping[int, str]]
@@ -52,6 +55,8 @@ def content_of(
     record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None, stages: Sequence[InStage] = ()
 ) -> Content:
     """What a report on a strategy is made of; the program is not known of a loaded record, and of a pipeline each stage has its own."""
+    if judged is None and not stages and record.report:
+        return Content(record, explanation, schedule=schedule, page={**unpacked(record.report)[1], "notes": list(record.assumptions)})
     if judged is None or record.pipeline is not None:
         inside = tuple(_content(stage.record, explanation, stage, kinds) for stage, kinds in stages)
         return Content(record, explanation, schedule=schedule, stages=inside)
@@ -64,6 +69,8 @@ def _content(record: Record, explanation: Explanation, judged: Judged, kinds: Ma
 
 def to_data(content: Content) -> dict[str, Any]:
     """The data of a report."""
+    if content.page is not None:
+        return dict(content.page)
     record, found = content.record, content.explanation
     texts = Texts()
     data = {
@@ -154,8 +161,8 @@ def _loop(loop: Loop, texts: Texts) -> dict[str, Any]:
     }
 
 
-def _ns(seconds: float) -> float:
-    return _short(seconds * 1e9, 9)
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _memory(curve: MemoryCurve, found: Explanation, texts: Texts) -> dict[str, Any]:

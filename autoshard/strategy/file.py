@@ -23,7 +23,7 @@ MAX_BYTES = 64 * 2**20
 
 WIDTH = 140
 FILLED = ("choices", "layouts", "copies", "ahead", "windows", "cut", "argument_stages", "result_stages")
-ONE_A_LINE = ("arguments", "results", "finalists")
+ONE_A_LINE = ("arguments", "results", "finalists", "report")
 ONE_A_LINE_COMPACT = ("origins", "reasons", "collectives")
 
 

@@ -260,6 +260,8 @@ class Record:
         windows: per op index of a windowed product the operand whose blocks circulate, or -1 for its result.
         pipeline: the stages of a pipeline; None where every device runs the whole program. With stages, the mesh has a first axis of them,
             and choices and layouts are those of each stage's own record.
+        report: what a report shows of the program, packed (`autoshard.explanation.stored`); empty where that is not kept. Strategies
+            that differ in it alone are equal.
     """
 
     name: str
@@ -284,6 +286,7 @@ class Record:
     ahead: Mapping[int, Layout] = field(default_factory=dict)
     windows: Mapping[int, int] = field(default_factory=dict)
     pipeline: PipelineRecord | None = None
+    report: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):
         for name in ("cluster", "argument_structure", "result_structure", "stats"):

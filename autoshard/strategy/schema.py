@@ -33,6 +33,7 @@ from autoshard.strategy.record import (
 from autoshard.strategy.remat_schema import decode_remat, encode_remat
 
 MAX_AXES = 16
+LINE = 130  # characters of a report on one line
 
 MAX_FACTORS = 4096
 NOT_WRITTEN = (("microbatches", 1), ("remat", None), ("offload", ()), ("stages", 1), ("rounds", 1), ("batch", ()), ("rewrites", ()))
@@ -70,6 +71,7 @@ def encode(record: Record) -> dict[str, Any]:
             **({"ahead": sorted(record.ahead.items())} if record.ahead else {}),
             **({"windows": sorted(record.windows.items())} if record.windows else {}),
             **({} if record.pipeline is None else {"pipeline": encode_pipeline(record.pipeline, encode)}),
+            **({"report": [record.report[at : at + LINE] for at in range(0, len(record.report), LINE)]} if record.report else {}),
         }
     )
 
@@ -87,7 +89,7 @@ def decode(document: Node) -> Record:
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
-        optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline"),
+        optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline", "report"),
     )
     program = _program(part["program"])
     mesh = _mesh(part["mesh"], part.get("placement"), part.get("axis_order"))
@@ -117,6 +119,7 @@ def decode(document: Node) -> Record:
         ahead=_numbered(part["ahead"], program.n_values, lambda node: _layout(node, mesh)) if "ahead" in part else {},
         windows=_numbered(part["windows"], program.n_ops, lambda node: node.integer(-1, 1)) if "windows" in part else {},
         pipeline=decode_pipeline(part["pipeline"], *sizes, decode) if "pipeline" in part else None,
+        report="".join(node.text() for node in part["report"].items()) if "report" in part else "",
     )
 
 

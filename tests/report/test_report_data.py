@@ -174,10 +174,19 @@ def test_stages_stand_on_their_parts():
     assert all(found.coordinates[a][0] == found.coordinates[b][0] for a, b, _ in found.links)
 
 
-def test_a_file_without_its_program_says_what_is_missing(tmp_path):
+def test_the_report_of_a_file_is_that_of_the_search(tmp_path):
+    """Timeline, memory and graph with it; and what is loaded is saved as the same file."""
+    found = strategy_of("mlp")
+    found.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    assert to_data(loaded.report().content) == json.loads(json.dumps(to_data(found.report().content)))
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_text() == (tmp_path / "s.json").read_text()
+
+
+def test_a_record_without_its_program_says_what_is_missing(tmp_path):
     """Tables and devices are there; timeline, memory and graph are not, and a trace is refused with the command that gives it."""
-    strategy_of("mlp").save(tmp_path / "s.json")
-    report = autoshard.load(tmp_path / "s.json").report()
+    report = autoshard.Strategy(strategy_of("mlp").record).report()
     data = to_data(report.content)
     assert data["timeline"] is data["memory"] is data["graph"] is None
     assert data["tensors"] and data["mesh"] and data["collectives"]

@@ -1,0 +1,39 @@
+"""What a strategy's file keeps of its program comes back as it was, or is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategy_records import EXAMPLE, PIPELINED
+
+from autoshard.errors import StrategyError
+from autoshard.explanation import explanation_of
+from autoshard.explanation.stored import packed, unpacked
+
+NUMBERS = st.lists(st.integers(-(2**60), 2**60) | st.booleans(), max_size=20) | st.lists(st.floats(allow_nan=False, allow_infinity=False))
+PAGES = st.dictionaries(st.text(), st.recursive(NUMBERS | st.text() | st.none(), lambda x: st.lists(x) | st.dictionaries(st.text("ab"), x)))
+
+
+@given(page=PAGES)
+def test_any_page_comes_back(page):
+    """Numbers, whole or not, and of any size; texts, lists and objects."""
+    assert unpacked(packed(explanation_of(EXAMPLE), page))[1] == page
+
+
+@pytest.mark.parametrize("record", [EXAMPLE, PIPELINED])
+def test_explanations_come_back(record):
+    """With their specs, stages and groups, in the types that they have."""
+    assert unpacked(packed(explanation_of(record), {}))[0] == explanation_of(record)
+
+
+def test_layers_alike_add_little():
+    """Times that start anew in each layer are written once."""
+    layer = [3, 5, 8, 13, 21, 34, 55, 89]
+    sizes = [len(packed(explanation_of(EXAMPLE), {"start": [100 * n + each for n in range(layers) for each in layer]})) for layers in (8, 512)]
+    assert sizes[1] - sizes[0] < 100
+
+
+@pytest.mark.parametrize("damage", [lambda text: text[:-9], lambda text: text[:40] + "!" + text[41:], lambda text: "", lambda text: '"'])
+def test_what_is_damaged_is_refused(damage):
+    """Whatever is wrong with it, with what to do."""
+    with pytest.raises(StrategyError, match="report in the strategy's file cannot be read"):
+        unpacked(damage(packed(explanation_of(EXAMPLE), {"a": [*range(100)]})))
