@@ -27,12 +27,18 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
     """
     if judged is None and not stages and record.report:
         return replace(unpacked(record.report)[0], notes=record.assumptions)
+    found = _built(record, judged, stages)
+    return replace(found, sentences=sentences(found))
+
+
+def _built(record: Record, judged: Judged | None, stages: Sequence[Judged]) -> Explanation:
+    """The explanation without its sentences."""
     cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
     judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
     own = [judged] if judged is not None else list(stages[parts.busiest :: pipeline.n_parts]) if pipeline and parts else []
     records = [(each.record, each) for each in own] or [(record, None)]
     activations = () if judged is None else activation_groups(judged)
-    found = Explanation(
+    return Explanation(
         title=f"Strategy of {record.program.name} on {cluster.name}, mesh {record.mesh}",
         program=record.program.name,
         cluster=cluster.name,
@@ -56,7 +62,6 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
         has_program=bool(own),
         stages=parts,
     )
-    return replace(found, sentences=sentences(found))
 
 
 def _bytes_of(collectives: Iterable[Collective]) -> float:
