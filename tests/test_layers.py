@@ -70,9 +70,9 @@ NAMES_A_TARGET = {
     "cli/verify.py": "choices of an option, before anything is loaded",
     "demo/devices.py": "virtual devices are of JAX's CPU platform",
     "demo/run.py": "the demo's own cluster",
+    "lower/opaque.py": "a platform to lower for where none is asked for",
     "parameter_server/actors.py": "JAX's platform of servers, and of workers without accelerators",
     "probe/programs.py": "a program's work and traffic before it is known what measures it",
-    "run/step.py": "a platform to lower for where none is asked for",
     "rules/shardy.py": "a platform to lower for: any will do",
 }
 

@@ -72,6 +72,7 @@ ALLOWED = {
     ("lower/xla_workarounds.py", "WORKAROUNDS"): "the lowering's function for each",
     ("lower/mesh.py", "_NEED_DEVICES"): "what JAX does not lower for abstract meshes",
     ("lower/nested.py", "_INSTEAD"): "the lowering's function for each",
+    ("lower/opaque.py", "KERNELS"): "what only its own platform lowers",
     ("lower/shards.py", "PLACED"): "the lowering's function for each",
     ("lower/shards.py", "RESIZED"): "the lowering's function for each",
     ("microbatch/elements.py", "_OF_POSITIONS"): "what positions become",

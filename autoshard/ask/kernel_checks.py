@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,7 +52,7 @@ def check_kernel_rule(fn: Callable, *args: Any) -> None:
     """
     traced = trace(fn, *args)
     checked = _Checked(ops_by_path(traced.graph), rules_of(traced.graph))
-    leaves = [_filled(x, seed) for seed, x in enumerate(jax.tree.leaves(traced.split(args)))]
+    leaves = [filled(x, seed) for seed, x in enumerate(jax.tree.leaves(traced.split(args)))]
     checked.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, leaves)
     if not checked.number:
         raise RuleError(
@@ -86,24 +87,48 @@ class _Checked(Interpreter):
                 return jaxpr_as_fun(op.params["call"])(*operands)
             return bind(eqn, operands, **replaced)
 
-        whole = _run(bound, operands)
+        whole = ran(bound, operands)
         for factor, each in enumerate(rule.factors):
             if each.shardable:
-                _compare(op, rule, factor, whole, _in_parts(op, rule, factor, bound, operands, whole))
+                _compare(op, rule, factor, whole, in_parts(op, rule, _parts(op, rule, factor), bound, operands, whole))
         return whole
 
 
-def _in_parts(op: Op, rule: Rule, factor: int, bound: Callable, operands: Sequence[Any], whole: Sequence[Any]) -> list[Any]:
-    """The results of a kernel of which each device computes a part along one factor, and its majors in the same dimension."""
+def _parts(op: Op, rule: Rule, factor: int) -> dict[int, int]:
+    """Into how many parts a factor is cut, after its majors in the same dimension: each of these wholly.
+
+    Raises:
+        RuleError: these are more than there are devices.
+    """
     majors = [f for dims in (*rule.operands, *rule.results) for dim in dims if factor in dim for f in dim[: dim.index(factor)]]
-    axes = {f"part{n}": f for n, f in enumerate(dict.fromkeys([*majors, factor]))}
-    sizes = {name: rule.factors[f].size if f != factor else _least_divisor(rule.factors[f].size) for name, f in axes.items()}
-    mesh = Mesh(tuple(sizes.items()))
-    if mesh.size > len(jax.devices()):
+    parts = {f: rule.factors[f].size for f in majors} | {factor: least_divisor(rule.factors[factor].size)}
+    if (n := math.prod(parts.values())) > len(jax.devices()):
         raise RuleError(
-            f"check_kernel_rule runs each part on a device of its own: {_factor(op, rule, factor)} at {_place(op)} takes {mesh.size}, "
-            f"and there are {len(jax.devices())}. Use smaller sizes, or set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
+            f"check_kernel_rule runs each part on a device of its own: {_factor(op, rule, factor)} at {place_of(op)} takes {n}, "
+            f"and there are {len(jax.devices())}. Use smaller sizes, or set XLA_FLAGS=--xla_force_host_platform_device_count={n}."
         )
+    return parts
+
+
+def in_parts(
+    op: Op,
+    rule: Rule,
+    parts: Mapping[int, int],
+    bound: Callable,
+    operands: Sequence[Any],
+    whole: Sequence[Any],
+    devices: Sequence[Any] | None = None,
+) -> list[Any]:
+    """The results of a kernel of which each device computes a part.
+
+    Args:
+        parts: per factor into how many parts it is cut.
+        bound: the whole kernel.
+        whole: its results.
+        devices: those that compute; None: JAX's own.
+    """
+    axes = {f"part{k}": f for k, f in enumerate(parts)}
+    mesh = Mesh(tuple((name, parts[f]) for name, f in axes.items()))
     choice = tuple((f, -1) for f in axes.values())
     shapes = [tuple(np.shape(x) for x in side) for side in (operands, whole)]
     sharded = Sharded(op.primitive, op.params, bound, rule, choice, mesh, *shapes)
@@ -115,15 +140,15 @@ def _in_parts(op: Op, rule: Rule, factor: int, bound: Callable, operands: Sequen
     leaving = [result_layout(rule, choice, k) for k in range(len(whole))]
     mapped = jax.shard_map(
         lambda *shards: tuple(sharded.run(shards)),
-        mesh=jax_mesh(mesh),
+        mesh=jax_mesh(mesh, devices),
         in_specs=specs(sharded.entering, operands),
         out_specs=specs(leaving, whole),
         check_vma=False,
     )
-    return _run(mapped, operands)
+    return ran(mapped, operands)
 
 
-def _run(function: Callable, operands: Sequence[Any]) -> list[Any]:
+def ran(function: Callable, operands: Sequence[Any]) -> list[Any]:
     """The results of a function with its Pallas kernels in interpret mode."""
     return jax.jit(jaxpr_as_fun(_interpreted(jax.make_jaxpr(function)(*operands))))(*operands)
 
@@ -148,25 +173,33 @@ def _compare(op: Op, rule: Rule, factor: int, whole: Sequence[Any], parts: Seque
     for number, (wanted, found) in enumerate(zip(whole, parts, strict=True)):
         if op.kernel is not None and number in op.kernel.unread:
             continue
-        exact = not jnp.issubdtype(wanted.dtype, jnp.inexact)
-        wanted, found = (np.asarray(lax.convert_element_type(x, x.dtype if exact else np.float32)) for x in (wanted, found))
-        scale = float(np.max(np.abs(wanted), initial=0.0, where=np.isfinite(wanted)))
-        allowed = 0.0 if exact else TOLERANCE * scale * float(jnp.finfo(whole[number].dtype).eps) / float(jnp.finfo(jnp.bfloat16).eps)
-        if not np.allclose(found, wanted, rtol=0, atol=allowed, equal_nan=True):
-            worst = float(np.max(np.abs(found.astype(float) - wanted.astype(float))))
+        differs, scale, allowed = difference(wanted, found)
+        if not differs <= allowed:
             advice = "List that factor under need_replication" if _declared(op) else "Declare one with autoshard.kernel_rule"
             raise RuleError(
-                f"a kernel's shards compute the whole kernel's results: at {_place(op)} result {number} differs by {worst:.3g}, of at most "
-                f"{scale:.3g}, when {_factor(op, rule, factor)} is split. {advice}."
+                f"a kernel's shards compute the whole kernel's results: at {place_of(op)} result {number} differs by {differs:.3g}, of at "
+                f"most {scale:.3g}, when {_factor(op, rule, factor)} is split. {advice}."
             )
 
 
-def _filled(x: Any, seed: int) -> Any:
-    """An array; random numbers where only a type is given."""
-    if not isinstance(x, jax.ShapeDtypeStruct):
+def difference(wanted: Any, found: Any) -> tuple[float, float, float]:
+    """The largest difference of two arrays, the largest element, and the difference that rounding makes."""
+    exact = not jnp.issubdtype(wanted.dtype, jnp.inexact)
+    digits = 0.0 if exact else float(jnp.finfo(wanted.dtype).eps) / float(jnp.finfo(jnp.bfloat16).eps)
+    a, b = (np.asarray(lax.convert_element_type(x, x.dtype if exact else np.float32)).astype(float) for x in (wanted, found))
+    scale = float(np.max(np.abs(a), initial=0.0, where=np.isfinite(a)))
+    with np.errstate(invalid="ignore"):
+        differs = np.abs(b - a)
+    alike = (a == b) | (np.isnan(a) & np.isnan(b))
+    return float(np.max(np.where(alike, 0.0, np.where(np.isnan(differs), np.inf, differs)), initial=0.0)), scale, TOLERANCE * scale * digits
+
+
+def filled(x: Any, seed: int) -> Any:
+    """An array; of a type alone random numbers, and ones as integers, which are lengths and positions that there are."""
+    if isinstance(x, jax.Array | np.ndarray):
         return jnp.asarray(x)
     numbers = np.random.default_rng(seed).standard_normal(x.shape)
-    return jnp.asarray(numbers, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.zeros(x.shape, x.dtype)
+    return jnp.asarray(numbers, x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.ones(x.shape, x.dtype)
 
 
 def _declared(op: Op) -> Any:
@@ -174,7 +207,7 @@ def _declared(op: Op) -> Any:
     return getattr(op.params.get("partition"), "declared", None) or declared_of(op.primitive, op.params)
 
 
-def _place(op: Op) -> str:
+def place_of(op: Op) -> str:
     """The source line of a call; that of the function where it is called from nowhere else."""
     code = getattr(getattr(op.params.get("partition"), "function", None), "__code__", None)
     if op.origin.file or code is None:
@@ -192,5 +225,5 @@ def _factor(op: Op, rule: Rule, factor: int) -> str:
     return f"{factor_names(rule)[factor]} of {rule} (dimension {d} of {what} {n})"
 
 
-def _least_divisor(size: int) -> int:
+def least_divisor(size: int) -> int:
     return next(n for n in range(2, size + 1) if size % n == 0)

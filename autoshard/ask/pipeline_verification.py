@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.ask.reduced_numbers import Numbers, numbers_parts
 from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
 from autoshard.pipeline.schedule import pieces_in_flight
 from autoshard.pipeline.tasks import all_programs
@@ -26,11 +27,13 @@ class PipelineVerification:
         program, target: the pipeline's program, and the compiler.
         stages: a `Verification` for each, of all its microbatches; collectives and FLOPs are those of its programs together, and memory
             that of the program in which it is fullest, with what the stage has beside.
+        numbers: of its kernels, next to those of the program as it is written.
     """
 
     program: str
     target: str
     stages: tuple[Any, ...]
+    numbers: tuple[Numbers, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -44,8 +47,8 @@ class PipelineVerification:
 
     @property
     def as_predicted(self) -> bool:
-        """Whether every stage is as predicted."""
-        return all(stage.as_predicted for stage in self.stages)
+        """Whether every stage is as predicted, and kernels' numbers agree."""
+        return all(stage.as_predicted for stage in self.stages) and all(each.agree for each in self.numbers)
 
     @property
     def fits(self) -> bool | None:
@@ -58,12 +61,14 @@ class PipelineVerification:
         parts: list[Part] = [Paragraph(f"Each of {len(self.stages)} stages by itself; all its microbatches, on one device.")]
         for number, stage in enumerate(self.stages):
             parts += [Heading(f"Stage {number}, mesh {stage.mesh}"), *stage.report().parts]
+        parts += numbers_parts(self.numbers)
         return Report(f"{self.program}, a pipeline, held against {self.target}", tuple(parts))
 
     def to_json(self) -> dict[str, Any]:
         """All of it as plain JSON values."""
         verdict = {"exact": self.exact, "near": self.near, "as_predicted": self.as_predicted, "fits": self.fits}
-        return {"program": self.program, "target": self.target, **verdict, "stages": [stage.to_json() for stage in self.stages]}
+        stages, numbers = [stage.to_json() for stage in self.stages], [asdict(each) for each in self.numbers]
+        return {"program": self.program, "target": self.target, **verdict, "stages": stages, "numbers": numbers}
 
     def __str__(self) -> str:
         return str(self.report())

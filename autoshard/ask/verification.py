@@ -11,18 +11,20 @@ from typing import Any
 import jax
 
 from autoshard.ask.pipeline_verification import PipelineVerification, stage_programs, together
+from autoshard.ask.reduced_numbers import Numbers, numbers_parts, reduced_numbers
 from autoshard.ask.strategy import Strategy
 from autoshard.ask.verified_operations import OperationDifference, by_operation, operation_tables
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, StrategyError
 from autoshard.ir import Collective, Mesh, as_compiled
 from autoshard.lower import abstract_mesh, jax_mesh
+from autoshard.lower.opaque import ANY_PLATFORM
 from autoshard.progress import Progress, silent
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
 from autoshard.run.leaf_shardings import pipeline_meshes
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.saved_graphs import save_text
-from autoshard.run.step import ANY_PLATFORM, Step, bucket_options
+from autoshard.run.step import Step, bucket_options
 from autoshard.strategy import Record
 from autoshard.trace import outside_mesh
 from autoshard.verify import (
@@ -70,6 +72,7 @@ class Verification:
         fits: whether the program fits the device's memory, as the compiler says or by what it needs; None where that is not known.
         predicted_for: the strategy's cluster, where the target compiles for devices of another kind.
         operations: the operations whose compute, or memory at the peak, differs most, where the program is compiled ahead of time.
+        numbers: of its kernels, next to those of the program as it is written.
     """
 
     program: str
@@ -90,6 +93,7 @@ class Verification:
     fits: bool | None = None
     predicted_for: str = ""
     operations: tuple[OperationDifference, ...] = ()
+    numbers: tuple[Numbers, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -103,7 +107,12 @@ class Verification:
 
     @property
     def as_predicted(self) -> bool:
-        """Whether the collectives are the predicted ones and it fits; for TPUs and GPUs, `near` is enough, since their compilers pad."""
+        """Whether the collectives are the predicted ones, it fits and kernels' numbers agree; for TPUs and GPUs, `near` is enough, since
+        their compilers pad."""
+        return self._costs_as_predicted and all(each.agree for each in self.numbers)
+
+    @property
+    def _costs_as_predicted(self) -> bool:
         return self.exact or (self.near and TARGETS[self.target].pads)
 
     @property
@@ -145,7 +154,7 @@ class Verification:
             limit = self.available_bytes
             offered = "the device's memory" if limit is None else f"the {format_bytes(limit)} a program may use"
             parts.append(Paragraph(f"It fits: the compiler takes {format_bytes(self.needed_bytes)} of {offered}, holes included."))
-        return Report(title, (*parts, constraints))
+        return Report(title, (*parts, constraints, *numbers_parts(self.numbers)))
 
     def _verdict(self) -> str:
         """Whether the target does what was predicted, as the command's exit code says it."""
@@ -157,6 +166,7 @@ class Verification:
         if self.actual_peak_bytes is not None:
             said += f", {format_percent(self.actual_peak_bytes / self.predicted_peak_bytes)} of the predicted peak memory"
         verdict = "Collectives as predicted, memory not" if self._peak_is_far else "As predicted"
+        said += "" if all(each.agree for each in self.numbers) else "; numbers of kernels differ from those of the program as it is written"
         return f"{verdict if self.as_predicted else 'Not as predicted'}: {said}."
 
     @property
@@ -208,9 +218,10 @@ def verify(
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
     save_graphs: str | os.PathLike[str] | None = None,
+    numbers: bool = True,
     progress: Progress = silent,
 ) -> Verification | PipelineVerification:
-    """What a strategy predicts next to what the target makes of its program.
+    """What a strategy predicts next to what the target makes of its program, and its kernels' numbers next to those without them.
 
     Args:
         strategy: of this function; loaded ones too.
@@ -222,6 +233,8 @@ def verify(
         cycles: of ``"tpu"``, whether to ask for the compiler's schedule too, which takes up to minutes.
         compiler_options, bucket_bytes: of a target that compiles, as for `Strategy.apply`.
         save_graphs: as for `Strategy.apply`; a target that compiles writes what it compiled.
+        numbers: whether numbers of kernels are compared, forward and gradients, at a reduced size on this process's devices: fused
+            attention with the operations that it replaces, kernels in parts with whole ones. It takes seconds a kernel.
         lowering: as for `Strategy.apply`; of ``"constraints"`` the target ``"shardy"`` asks the partitioner for its explicit collectives.
         progress: called with what is being compiled and the fraction that is done.
 
@@ -250,9 +263,9 @@ def verify(
     if record.pipeline is not None:
         if lowering != "manual":
             raise StrategyError(f"tasks of a pipeline are lowered by 'manual', got lowering={lowering!r}. Leave it out.")
-        return _verified_stages(
-            strategy, fn, args, target, cycles, {**bucket_options(target, bucket_bytes), **(compiler_options or {})}, save_graphs, progress
-        )
+        own = {**bucket_options(target, bucket_bytes), **(compiler_options or {})}
+        found = _verified_stages(strategy, fn, args, target, cycles, own, save_graphs, progress)
+        return replace(found, numbers=reduced_numbers(fn, args, record, strategy._traced) if numbers else ())
     against = TARGETS[target]
     devices = devices_here(target) if against.here else []
     topology = _topology(record, target) if against.ahead and len(devices) < record.mesh.size else None
@@ -271,8 +284,10 @@ def verify(
         found = _compiled(lowered.compile(), record.mesh)
     if save_graphs is not None and found.text:
         save_text(save_graphs, record.program, "compiled.txt", found.text)
-    verification = _verification(record, target, found, lowered.as_text().count("sdy.sharding_constraint"))
-    return verification if not found.alive else replace(verification, operations=_operations(strategy, fn, args, found, cycles))
+    verified = _verification(record, target, found, lowered.as_text().count("sdy.sharding_constraint"))
+    operations = _operations(strategy, fn, args, found, cycles) if found.alive else ()
+    compared = reduced_numbers(fn, args, record, strategy._traced) if numbers else ()
+    return replace(verified, operations=operations, numbers=compared)
 
 
 def _verification(record: Record, target: str, found: _Actual, n_constraints: int, peak_bytes: float | None = None) -> Verification:

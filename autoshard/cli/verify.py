@@ -11,6 +11,9 @@ from autoshard.cli.options import add_saved, command
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress, show, show_json
 
+PARTS = 8
+"""CPU devices on which parts of kernels run."""
+
 EXAMPLE = "autoshard verify train:train_step --args train:example_args --strategy s.json --target shardy"
 
 
@@ -19,7 +22,7 @@ def add(commands) -> None:
     parser = command(commands, "verify", run, "hold a saved strategy against the partitioner or a compiler", EXAMPLE)
     parser.description = (
         f"{parser.description} The exit code is 0 where collectives are the predicted ones (compiled for TPUs or GPUs: within 3 % of the "
-        "bytes and 1 % of the FLOPs) and the program fits, else 1."
+        "bytes and 1 % of the FLOPs), the program fits, and kernels compute what is written, else 1."
     )
     add_saved(parser)
     parser.add_argument(
@@ -30,6 +33,9 @@ def add(commands) -> None:
         "tpu, gpu: compiled ahead of time for the strategy's cluster, without one (gpu: for the GPUs of this machine, if there are enough)",
     )
     parser.add_argument("--cycles", action="store_true", help="of tpu, also the compiler's schedule against the predicted compute: minutes")
+    parser.add_argument(
+        "--no-numbers", action="store_true", help="do not compare the numbers of kernels with those of the program as it is written"
+    )
     parser.add_argument(
         "--bucket-bytes", metavar="BYTES", type=int, help="of tpu and gpu, how many bytes of gradients one collective combines at most"
     )
@@ -42,6 +48,10 @@ def run(options: argparse.Namespace) -> int:
     """Verifies and reports; the exit code is 1 where the two differ, of a TPU or GPU program by more than compilers add."""
     record = record_of(options.strategy)
     devices = options.devices or (record.mesh.size if options.target == "cpu" else None)
+    if devices is None and not options.no_numbers:
+        from autoshard.demo.devices import spare_cpu_devices
+
+        spare_cpu_devices(PARTS)
     function, arguments = load(options.program, options.args, devices)
     import autoshard
 
@@ -54,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
             cycles=options.cycles,
             bucket_bytes=options.bucket_bytes,
             save_graphs=options.save_graphs,
+            numbers=not options.no_numbers,
             progress=callback,
         )
     show_json(found.to_json()) if options.json else show(found.report())

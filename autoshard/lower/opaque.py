@@ -5,18 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
+from autoshard.rules import attention
 from autoshard.rules.avals import aval_of
 from autoshard.trace.mapped import MAPPED
 from autoshard.trace.structure import around, as_call, opened, subjaxprs
 
+ANY_PLATFORM = "cpu"
+"""A platform to lower for where none is asked for."""
+
 KERNEL = "kernel"
 """The target of the calls that stand for kernels."""
 
+KERNELS = frozenset({"pallas_call", "mpmd_map", attention.FORWARD, attention.BACKWARD})
+"""Primitives that platforms lower which have such kernels."""
+
 
 def without_kernels(body: Any) -> Any:
-    """A program in which calls of a foreign function stand for Pallas kernels; the same object where there are none."""
+    """A program in which calls of a foreign function stand for kernels; the same object where there are none."""
     jaxpr, consts = opened(body)
     eqns = [_opaque(eqn) for eqn in jaxpr.eqns]
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
@@ -25,8 +32,14 @@ def without_kernels(body: Any) -> Any:
     return ClosedJaxpr(new, consts) if isinstance(body, ClosedJaxpr) else new
 
 
+def traced_without_kernels(traced: Any, arguments: Any) -> Any:
+    """A traced function, for arguments of these types, in which they stand for kernels; itself where there are none."""
+    body = without_kernels(traced.jaxpr)
+    return traced if body is traced.jaxpr else jax.jit(jaxpr_as_fun(body), keep_unused=True).trace(*jax.tree.leaves(arguments))
+
+
 def _opaque(eqn: JaxprEqn) -> JaxprEqn:
-    if eqn.primitive.name in ("pallas_call", "mpmd_map") and not eqn.params["interpret"]:
+    if eqn.primitive.name in KERNELS and not eqn.params.get("interpret"):
         made = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in map(aval_of, eqn.outvars)]
         return as_call(eqn, jax.ffi.ffi_call(KERNEL, made), eqn.invars)
     if eqn.primitive.name == MAPPED:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.lower.opaque import ANY_PLATFORM, traced_without_kernels
 from autoshard.pipeline.programs import StagePlan, StagePrograms
 from autoshard.pipeline.stages import Stage
 
@@ -116,7 +117,12 @@ class _Lowering:
 
     def _lowered(self, call: Callable, groups: tuple) -> tuple[jax.stages.Lowered, Any]:
         traced = call.trace(*groups)  # pyright: ignore[reportFunctionMemberAccess]
-        lowered = traced.lower() if self.platform is None else traced.lower(lowering_platforms=(self.platform,))
+        if self.platform is None:
+            lowered = traced.lower()
+        elif self.platform == ANY_PLATFORM:
+            lowered = traced_without_kernels(traced, groups).lower(lowering_platforms=(self.platform,))
+        else:
+            lowered = traced.lower(lowering_platforms=(self.platform,))
         every = NamedSharding(self.plan.mesh, PartitionSpec(tuple(self.plan.mesh.axis_names)))
         made = jax.tree.map(lambda x: _type(x.shape, x.dtype, every) if x.shape else x, traced.out_info)  # scalars are results of the step
         return lowered, made

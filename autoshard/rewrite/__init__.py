@@ -6,6 +6,7 @@ from typing import Any
 from autoshard.errors import StrategyError
 from autoshard.rewrite.attention import FusedAttention
 from autoshard.rewrite.attention import proposals as fused_attention
+from autoshard.rewrite.attention_check import compared
 from autoshard.rewrite.base import Rewrite, divided, divisible, rewritten
 from autoshard.rewrite.experts import PackedExperts
 from autoshard.rewrite.experts import proposals as packed_experts
@@ -15,10 +16,12 @@ from autoshard.rewrite.padding import proposals as padded
 
 __all__ = [
     "PROPOSALS",
+    "FusedAttention",
     "Padded",
     "Padding",
     "Rewrite",
     "Rewriting",
+    "compared",
     "divided",
     "divisible",
     "from_json",

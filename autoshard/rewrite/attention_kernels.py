@@ -67,6 +67,7 @@ class Implementation:
         function: the function of queries (scaled, if ``scales`` is not set), keys, values and segments that computes it.
         scales: whether it scales scores itself.
         share: which part of a kernel's programs has something to do.
+        interpreted: what it runs as where there is no device for it, if that is not the kernel itself.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Implementation:
     function: Callable[[Problem, bool], Callable]
     scales: bool
     share: Callable[[Problem], float]
+    interpreted: str = ""
 
 
 # -- splash attention ------------------------------------------------------------------------------------------------------
@@ -164,7 +166,8 @@ def _cudnn_missing(problem: Problem) -> str:
 
 
 def _cudnn(problem: Problem, interpret: bool) -> Callable:
-    """The attention that `jax.nn` has for cuDNN; its layout is batch, length, heads, width."""
+    """The attention that `jax.nn` has for cuDNN, or the same in JAX's operations; its layout is batch, length, heads, width."""
+    implementation = "xla" if interpret else "cudnn"
     batch, heads = math.prod(problem.batch[:-1]), math.prod(problem.batch[-1:])
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -172,7 +175,7 @@ def _cudnn(problem: Problem, interpret: bool) -> Callable:
         q = jnp.moveaxis(q.reshape(batch, heads * problem.group, problem.query, problem.width), 1, 2)
         k, v = (jnp.moveaxis(x.reshape(batch, heads, *x.shape[-2:]), 1, 2) for x in (k, v))
         made = jax.nn.dot_product_attention(
-            q, k, v, is_causal=problem.lowest == 0, scale=problem.scale, local_window_size=window, implementation="cudnn"
+            q, k, v, is_causal=problem.lowest == 0, scale=problem.scale, local_window_size=window, implementation=implementation
         )
         return jnp.moveaxis(made, 2, 1).reshape(*problem.batch, problem.group, problem.query, problem.value_width)
 
@@ -180,7 +183,8 @@ def _cudnn(problem: Problem, interpret: bool) -> Callable:
 
 
 SPLASH = Implementation("splash attention", _splash_missing, _splash, False, _splash_share)
-CUDNN = Implementation("cuDNN's attention", _cudnn_missing, _cudnn, True, lambda problem: 1.0)
+STANDS_IN = "JAX's operations for it, since it runs on GPUs alone"
+CUDNN = Implementation("cuDNN's attention", _cudnn_missing, _cudnn, True, lambda problem: 1.0, STANDS_IN)
 IMPLEMENTATIONS = {each.name: each for each in (SPLASH, CUDNN)}
 
 

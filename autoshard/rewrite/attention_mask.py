@@ -77,13 +77,14 @@ class Reading:
 
     # -- evaluation ---------------------------------------------------------------------------------------------------------
 
-    def begin(self, given: Mapping[Var, Given]) -> None:
-        """Values from the beginning, of some variables as given."""
+    def begin(self, given: Mapping[Var, Given], samples: dict[int, np.ndarray] | None = None) -> None:
+        """Values from the beginning, of some variables as given, and at the chosen places of dimensions by their sizes."""
         sizes = {d.size for d in (*self.key, *self.others)}
-        samples = {size: self._positions(size, max(sizes)) for size in sizes if size > 1}
-        self.values = Values(self.wiring, self.products, samples, self.region.parts, given, self.numbers)
+        chosen = samples or {size: self._positions(size, max(sizes)) for size in sizes if size > 1}
+        self.values = Values(self.wiring, self.products, chosen, self.region.parts, given, self.numbers)
         self.axis_of = {}
-        self.axes((*self.batch, *self.others, *self.key, *self.width))  # the same ones each time
+        if samples is None:
+            self.axes((*self.batch, *self.others, *self.key, *self.width))  # the same ones each time
 
     def _positions(self, size: int, largest: int) -> np.ndarray:
         """The places that are looked at along positions: ends, the middle, those about the lengths of windows, and some others."""

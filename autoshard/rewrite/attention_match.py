@@ -45,6 +45,7 @@ class Attention:
         backward: the variables of queries, keys, values and of the output's cotangent that the backward pass reads, with labels.
         gradients: the products that make gradients of queries, keys and values; None where there is none.
         mask, scale, softcap: of the formula; no cap is 0.0.
+        reading: what evaluates it.
     """
 
     region: Region
@@ -63,6 +64,7 @@ class Attention:
     mask: Mask
     scale: float
     softcap: float
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ class _Matching(Reading):
         value_width = tuple(d for d in flattened(v[1]) if d not in {*self.batch, *self.key})
         return Attention(
             self.region, self.batch, self.group, self.query, self.key, self.width, value_width, self.q, self.k, v, output, backward,
-            gradients, mask, *self.known,
+            gradients, mask, *self.known, self,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def _softmax(self) -> tuple[np.ndarray, np.ndarray]:

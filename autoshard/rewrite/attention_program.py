@@ -129,7 +129,7 @@ class _Fusing:
             except _Stays as error:
                 self.left.append(f"attention at {self._line(found.region.roots[0].eqn)} stays as it is written: {error}")
             else:
-                self.done[number] = found, self._words(found)
+                self.done[number] = found, words_of(found, self.origins)
 
     def home(self, var: Var) -> Scope:
         """The scope of a variable."""
@@ -137,15 +137,6 @@ class _Fusing:
 
     def _line(self, eqn: JaxprEqn) -> str:
         return str(self.origins.of(eqn, None, ""))
-
-    def _words(self, found: Attention) -> str:
-        mask, root = found.mask, found.region.roots[0].eqn
-        kinds = ["causal"] if mask.lowest == 0 else []
-        if mask.highest is not None or (mask.lowest or 0) != 0:
-            kinds.append("local window")
-        kinds += ["segments"] if mask.segments else ["padding"] if mask.valid else []
-        kinds += ["backward"] if found.output is None else []
-        return f"{self._line(root)} ({', '.join(kinds)})" if kinds else self._line(root)
 
     def _replace(self, found: Attention) -> None:
         """Puts kernels in the place of one attention."""
@@ -184,6 +175,17 @@ class _Fusing:
         if problem not in self.kernels:
             self.kernels[problem] = _Kernel.of(problem, self.implementation, self.interpret)
         return self.kernels[problem]
+
+
+def words_of(found: Attention, origins: Origins | None = None) -> str:
+    """The source line of an attention, and of which kind it is."""
+    mask, line = found.mask, str((origins or Origins()).of(found.region.roots[0].eqn, None, ""))
+    kinds = ["causal"] if mask.lowest == 0 else []
+    if mask.highest is not None or (mask.lowest or 0) != 0:
+        kinds.append("local window")
+    kinds += ["segments"] if mask.segments else ["padding"] if mask.valid else []
+    kinds += ["backward"] if found.output is None else []
+    return f"{line} ({', '.join(kinds)})" if kinds else line
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.errors import StrategyError
 from autoshard.judge.model import CostModel
+from autoshard.lower.opaque import ANY_PLATFORM
 from autoshard.pipeline import Cut, Staged, stages_of
 from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
@@ -22,7 +23,7 @@ from autoshard.run.collecting import rarely_collecting
 from autoshard.run.padded import PaddedArguments, in_own_sizes, own_sharding
 from autoshard.run.placing import put
 from autoshard.run.saved_graphs import save_plan
-from autoshard.run.step import ANY_PLATFORM, Program, Step, check_effects, program_of
+from autoshard.run.step import Program, Step, check_effects, program_of
 from autoshard.strategy import BY_ROWS, PipelineRecord, Record, check_program
 from autoshard.trace import Traced, held, outside_mesh
 from autoshard.verify import Options

@@ -23,7 +23,7 @@ from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Rule
 from autoshard.judge.model import CostModel
 from autoshard.lower import HOST, ReshardPath, abstract_mesh, constrained, derived_from, lowering_mesh, manual_program, obstacle
-from autoshard.lower.opaque import without_kernels
+from autoshard.lower.opaque import ANY_PLATFORM, traced_without_kernels
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
 from autoshard.recompute import offloaded, rematerialised
@@ -43,10 +43,6 @@ LOWERINGS = {
     "manual": "one program over the whole mesh in which every collective is the planned one",
     "constraints": "sharding constraints, from which XLA's partitioner makes the collectives",
 }
-
-ANY_PLATFORM = "cpu"
-"""A platform to lower for where none is asked for."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
@@ -214,8 +210,8 @@ class Step(Sharded):
         with outside_mesh():
             assert program.jitted is not None
             traced = program.jitted.trace(*described)
-            if self._mesh is None and platform == ANY_PLATFORM and (body := without_kernels(traced.jaxpr)) is not traced.jaxpr:
-                traced = jax.jit(jaxpr_as_fun(body), keep_unused=True).trace(*jax.tree.leaves(described))
+            if self._mesh is None and platform == ANY_PLATFORM:
+                traced = traced_without_kernels(traced, described)
             lowered = traced.lower(lowering_platforms=(platform,)) if self._mesh is None else traced.lower()
         if self._graphs is not None:
             save_text(self._graphs, self._record.program, "lowered.mlir", lowered.as_text())

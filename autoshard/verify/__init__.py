@@ -9,7 +9,7 @@ from autoshard.verify.hlo import collectives_of
 from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
 from autoshard.verify.shardy_passes import explicit_collectives, propagated
 from autoshard.verify.slices import in_phases
-from autoshard.verify.targets import TARGETS, Target, devices_here
+from autoshard.verify.targets import TARGETS, Target, devices_here, several_devices
 from autoshard.verify.topology import Topology, compiled_topology, host_topology, topology_of
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "scheduled_cycles",
     "scheduled_seconds",
     "sent_seconds",
+    "several_devices",
     "topology_of",
 ]

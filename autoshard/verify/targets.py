@@ -60,3 +60,9 @@ def devices_here(platform: str) -> list[Any]:
         return jax.devices(platform)
     except RuntimeError:
         return []
+
+
+def several_devices() -> list[Any]:
+    """Devices of this process for small programs: those of the CPU, where it has several."""
+    of_cpu = devices_here("cpu")
+    return of_cpu if len(of_cpu) > 1 else jax.devices()
