@@ -218,7 +218,7 @@ def _with(own: UserPins | None, asked: Asked, traced: Traced, is_searched: bool)
         return user_pins(asked, graph, [()] * len(graph.arguments), is_searched)
     given = {at: spec for pattern, spec in asked.specs.items() for at in matching(pattern, graph.argument_paths)}
     kept = {at: each for at, each in own.kept.items() if at not in given}
-    both = Asked({**own.asked.specs, **asked.specs}, own.asked.arguments, own.asked.batch_axes, own.asked.batch)
+    both = replace(own.asked, specs={**own.asked.specs, **asked.specs})
     return replace(own, asked=both, graph=graph, given={**own.given, **given}, kept=kept)
 
 

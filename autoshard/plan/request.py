@@ -84,7 +84,7 @@ class Request:
         chosen = searcher_of(searcher)
         request = cls(
             searcher=chosen,
-            asked=Asked.of(pins, batch_axes, batch),
+            asked=replace(Asked.of(pins, batch_axes, batch), padding=padding if isinstance(padding, Padding) else Padding()),
             seconds=checked_seconds(time_limit_seconds),
             confirm=confirm_of(confirm),
             microbatches=checked_number(microbatches),

@@ -19,6 +19,7 @@ from autoshard.lower import STAGE_AXIS
 from autoshard.pipeline.stages import Stage
 from autoshard.plan.argument_shardings import kept_shardings, quoted, some, spec_words
 from autoshard.problem import Pin
+from autoshard.rewrite import Padding
 from autoshard.trace import Annotation, Batch, axes_of, checked_batch, constraint_spec
 
 ARGUMENTS = "arguments"
@@ -38,12 +39,14 @@ class Asked:
         arguments: whether the shardings that arguments have are pins.
         batch_axes: the mesh axes that split the batch; empty where that is searched.
         batch: the arguments that hold examples, by path or position; empty where they are found.
+        padding: of how many elements each device's shard of state is a multiple, whether it is padded or not.
     """
 
     specs: Specs = field(default_factory=dict)
     arguments: bool = False
     batch_axes: tuple[str, ...] = ()
     batch: tuple[str | int, ...] = ()
+    padding: Padding = field(default_factory=Padding)
 
     @classmethod
     def of(cls, pins: Pins | None, batch_axes: str | Sequence[str] | None = None, batch: Batch = None) -> Asked:
@@ -186,7 +189,26 @@ class UserPins:
             found[place.value] = _pin(tuple(spec), mesh, self.graph.values[place.value].shape, place.what)
             if STAGE_AXIS in axes_of(spec):  # what one stage has it does not send to be put together and taken apart again
                 found.setdefault(place.operand, found[place.value])
+        found.update(self._in_blocks(mesh, found))
         return found
+
+    def _in_blocks(self, mesh: Mesh, pins: Mapping[int, Pin]) -> Iterator[tuple[int, Pin]]:
+        """The pins of state whose shards are of whole blocks: of each dimension some axes whose sizes divide the number of its blocks."""
+        for position in sorted(self.graph.state):
+            value, path = self.graph.arguments[position], self.graph.argument_paths[position]
+            if (quantum := self.asked.padding.quantum_of(path)) == 1:
+                continue
+            shape = self.graph.values[value].shape
+            pin = pins.get(value, (frozenset(range(-1, len(shape))),) * len(mesh.axes))
+            fitting = [_fitting(size // quantum if size % quantum == 0 else 1, dim, mesh, pin) for dim, size in enumerate(shape)]
+            within = [{-1, *(dim for dim, axes in enumerate(fitting) if axis in axes)} for axis in range(len(mesh.axes))]
+            found = tuple(both & one for both, one in zip(pin, within, strict=True))
+            if not all(found):
+                raise ShardingError(
+                    f"each device's shard of {path} is a multiple of {quantum} elements, as padding= says, and its pin splits its shape "
+                    f"{shape} otherwise on the mesh {mesh}. Pin it over fewer devices, or give it another quantum."
+                )
+            yield value, found
 
     def _of_arguments(self, mesh: Mesh) -> dict[int, Pin]:
         """The pins of arguments, but for the batch's axes."""
@@ -335,6 +357,16 @@ def _check_logical(kept: Annotation, mesh: Mesh, path: str) -> None:
             f"names in metadata are mesh axes or have a rule, and {name!r} of {path} ({kept.source}) is neither: the mesh has {mesh}. "
             f"Add a rule, ({name!r}, None) or one with a mesh axis in place of None, or give a mesh that has this axis."
         )
+
+
+def _fitting(blocks: int, dim: int, mesh: Mesh, pin: Pin) -> set[int]:
+    """Mesh axes that may together split a dimension of so many blocks: those that are pinned to it first, and then large ones."""
+    found, parts = set[int](), 1
+    for axis in sorted(range(len(mesh.axes)), key=lambda axis: (pin[axis] != {dim}, -mesh.sizes[axis])):
+        if blocks % (parts * mesh.sizes[axis]) == 0:
+            parts *= mesh.sizes[axis]
+            found.add(axis)
+    return found
 
 
 def _pin(spec: tuple, mesh: Mesh, shape: tuple[int, ...], what: str) -> Pin:

@@ -138,9 +138,9 @@ class Padding:
     """What a search may pad, and to which sizes; ``padding=True`` is ``Padding()``.
 
     Attributes:
-        quantum: of how many elements each device's shard of a padded dimension of state is a multiple, such as the blocks of quantised
+        quantum: of how many elements each device's shard of a dimension of state is a multiple, such as the blocks of quantised
             state: one number for all arguments, or one for each pattern of their paths. Dimensions that are no such multiples are padded
-            in any case.
+            in any case where they grow by at most half, and no dimension is split into parts that are none.
 
     >>> Padding(quantum={"state['mu']*": 128}).quantum_of("state['mu']['embed']")
     128

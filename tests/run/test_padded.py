@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from programs import concrete, moe
 from programs import tied_step as step
 from rewrite.padding_checks import everywhere, same
 
 import autoshard
 from autoshard import Padding, ShardingError, StrategyError
+from autoshard.lower import abstract_mesh
 from autoshard.run.tracing import TracedOnce
 from autoshard.trace import trace
 
@@ -201,6 +203,34 @@ def test_shards_of_whole_blocks():
     strategy = autoshard.search(step, *arguments(5000), **options)
     assert strategy.abstract(0)["up"].shape == (72, 384) or all(n % 24 == 0 for n in strategy.abstract(0)["up"].shape)
     alike(strategy.apply(step)(*concrete(arguments(5000), below=50)), jax.jit(step)(*concrete(arguments(5000), below=50)))
+
+
+@pytest.mark.parametrize("searcher", ["auto", "fully_sharded", "tensor_parallel", "recursive_programming"])
+@pytest.mark.parametrize("mesh", [None, {"x": 4, "y": 2}])
+def test_shards_are_of_whole_blocks_where_nothing_is_padded(searcher, mesh):
+    """Eight devices divide 256 and 384, into shards of 32 and 48: blocks of 128 are split over two and over none."""
+
+    def train(w, mu, x):
+        gradient = jax.grad(lambda w: jnp.mean(jnp.square(jax.nn.relu(x @ w["a"] + w["b"]) @ w["c"])))(w)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, gradient)
+        return jax.tree.map(lambda a, m: a - 0.1 * m, w, mu), mu
+
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("a", (1024, 256)), ("b", (256,)), ("c", (256, 384)))}
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+    options = {"cluster": "v5e:2x4", "searcher": searcher, "mesh": mesh, "donate_argnums": (0, 1), "padding": Padding(128)}
+    strategy = autoshard.search(train, w, w, x, **options)
+    for tensor in strategy.record.arguments[:-1]:
+        shards = jax.sharding.NamedSharding(abstract_mesh(strategy.record.mesh), P(*tensor.spec)).shard_shape(tuple(tensor.shape))
+        assert all(part % 128 == 0 for part in shards)
+
+
+def test_pins_that_divide_blocks_are_refused():
+    """By path, pin and quantum."""
+    w = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    fn, options = lambda w, x: w + jnp.sum(x), {"cluster": "cpu:8", "mesh": {"data": 8}, "padding": Padding(128), "donate_argnums": 0}
+    assert autoshard.search(fn, w, w, pins={"w": P(None, "data")}, **options).in_specs[0] == P(None, "data")
+    with pytest.raises(ShardingError, match=r"each device's shard of w is a multiple of 128 elements.*\(256, 1024\).*Pin it"):
+        autoshard.search(fn, w, w, pins={"w": P("data")}, **options)
 
 
 @pytest.mark.parametrize("padding", [8, "auto", None, {"quantum": 8}])
