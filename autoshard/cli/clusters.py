@@ -41,5 +41,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _example(entry) -> str:
     """A cluster of this device as ``--cluster`` takes it: a middling slice, four hosts, or 8 devices."""
-    size = "x".join(map(str, entry.topologies[len(entry.topologies) // 2])) if entry.topologies else "8x4" if entry.per_host else "8"
+    hosts = f"{entry.per_host}x4" if entry.per_host else "8"
+    size = "x".join(map(str, entry.topologies[len(entry.topologies) // 2])) if entry.topologies else hosts
     return f"{entry.device.name}:{size}"

@@ -1,4 +1,4 @@
-"""The catalogue of devices, each figure with its source. A new device is one entry in `CATALOGUE`.
+"""The catalogue of devices, each figure with its source. A new device is one entry, in `ENTRIES` here or in `accelerators`.
 
 Rates are dense datasheet peaks, bandwidths in one direction; estimates are marked as such.
 """
@@ -27,8 +27,10 @@ class Entry:
         topologies: the slices that exist; empty where any number of devices does.
         cube: larger slices have dimensions that are multiples of this, in rising order; 0 where there are none.
         most: the most devices of a slice.
-        per_host: devices per host.
+        per_host: devices per host, or of a domain of NVLink that is larger.
+        tray: devices of a host, where a domain of NVLink is several.
         counts_cores: whether the vendor's names of slices count two cores per chip.
+        chip_devices: how many devices of JAX a chip is; their number is the last of a topology.
         cores: that JAX counts in a device (jax/_src/pallas/mosaic/tpu_info.py); 0 where it is not asked.
     """
 
@@ -42,6 +44,8 @@ class Entry:
     per_host: int = 0
     counts_cores: bool = False
     cores: int = 0
+    chip_devices: int = 1
+    tray: int = 0
 
     @property
     def available_bytes(self) -> int:
@@ -59,6 +63,7 @@ class Entry:
 # available HBM (15.75G)" on v5e; v4 has two cores per chip with 15.25G each. Other TPUs are assumed to reserve the share that a v4 does.
 MEMORY_FRACTION = {"tpu": 30.5 / 32, "gpu": 0.75, "cpu": 1.0}
 AVAILABLE_BYTES = {"v4": int(30.5 * 2**30), "v5e": int(15.75 * 2**30), "v5p": int(95.74 * 2**30), "v6e": int(31.25 * 2**30)}
+AVAILABLE_BYTES["tpu7x"] = int(94.74 * 2**30)
 
 # The part of a TPU core's own memory that a user's kernel gets, unless it sets vmem_limit_bytes: "Scoped allocation with size 24.00M and
 # limit 16.00M exceeded scoped vmem limit", with which XLA:TPU (libtpu 0.0.52) refuses one; v4 refuses one of 20 MiB as more than 16 MiB.
@@ -82,7 +87,7 @@ DCN_SECONDS = 50e-6  # estimate: from a device to its host, to another host and 
 DCN_SOURCE = "https://cloud.google.com/tpu/docs/tpu7x"  # "DCN bandwidth per chip (Gbps)": v5p 50, v6e 100, TPU7x 100
 
 
-def _dcn(bandwidth: float, per_host: int, source: str = DCN_SOURCE) -> Level:
+def dcn(bandwidth: float, per_host: int, source: str = DCN_SOURCE) -> Level:
     """The data-centre network between slices, which the devices of a host enter through its network cards together."""
     return Level("slices", 1, bandwidth, DCN_SECONDS, per_host, source=source)
 
@@ -96,7 +101,7 @@ SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud T
 V6E_EFFICIENCY = 0.79
 
 
-def _tpu(
+def tpu(
     name: str,
     bf16: float,
     int8: float,
@@ -134,7 +139,7 @@ def _tpu(
     )
 
 
-def _ici(bandwidth: float, wrap_multiple: int, wrap_whole: bool) -> Interconnect:
+def ici(bandwidth: float, wrap_multiple: int, wrap_whole: bool) -> Interconnect:
     return Interconnect(
         kind="torus",
         bandwidth_bytes_per_second=bandwidth,
@@ -147,7 +152,7 @@ def _ici(bandwidth: float, wrap_multiple: int, wrap_whole: bool) -> Interconnect
 
 
 V4 = Entry(
-    device=_tpu(
+    device=tpu(
         "v4",
         bf16=275 * T,  # Cloud TPU docs, v4: 275 teraflops (bf16 or int8)
         int8=275 * T,
@@ -158,9 +163,9 @@ V4 = Entry(
         tile=128,  # 128 x 128 MXU
         source="https://cloud.google.com/tpu/docs/v4",
     ),
-    interconnect=_ici(45 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 4.5e10 B/s a link one way; 4x4x4 cubes wrap
+    interconnect=ici(45 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 4.5e10 B/s a link one way; 4x4x4 cubes wrap
     jax_kinds=("TPU v4",),
-    beyond=_dcn(25 * G, 4, "estimate: as v5p"),
+    beyond=dcn(25 * G, 4, "estimate: as v5p"),
     cores=2,
     topologies=SMALL_CUBES,
     cube=4,
@@ -169,7 +174,7 @@ V4 = Entry(
 )
 
 V5E = Entry(
-    device=_tpu(
+    device=tpu(
         "v5e",
         bf16=197 * T,  # Cloud TPU docs, v5e: 197 TFLOPs bf16, 393 TOPs int8
         int8=393 * T,
@@ -180,16 +185,16 @@ V5E = Entry(
         tile=128,  # 128 x 128 MXU
         source="https://cloud.google.com/tpu/docs/v5e",
     ),
-    interconnect=_ici(45 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 4.5e10 B/s a link one way; axes of 16 wrap
+    interconnect=ici(45 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 4.5e10 B/s a link one way; axes of 16 wrap
     jax_kinds=("TPU v5 lite", "TPU v5e"),
-    beyond=_dcn(25 * G, 8, "https://cloud.google.com/tpu/docs/v5e"),  # Cloud TPU docs, v5e: 2 x 100 Gb/s a host of 8 chips
+    beyond=dcn(25 * G, 8, "https://cloud.google.com/tpu/docs/v5e"),  # Cloud TPU docs, v5e: 2 x 100 Gb/s a host of 8 chips
     cores=1,
     topologies=FLAT_SLICES,
     most=256,
 )
 
 V5P = Entry(
-    device=_tpu(
+    device=tpu(
         "v5p",
         bf16=459 * T,  # Cloud TPU docs, v5p: 459 TFLOPs bf16
         int8=918 * T,  # scaling book, TPU specs: 9.18e14
@@ -200,9 +205,9 @@ V5P = Entry(
         tile=128,  # 128 x 128 MXU
         source="https://cloud.google.com/tpu/docs/v5p",
     ),
-    interconnect=_ici(90 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 9e10 B/s a link one way; 4x4x4 cubes wrap
+    interconnect=ici(90 * G, wrap_multiple=4, wrap_whole=True),  # scaling book, TPU specs: 9e10 B/s a link one way; 4x4x4 cubes wrap
     jax_kinds=("TPU v5", "TPU v5p"),
-    beyond=_dcn(25 * G, 4),  # 200 Gb/s a host of 4 chips
+    beyond=dcn(25 * G, 4),  # 200 Gb/s a host of 4 chips
     cores=2,
     topologies=SMALL_CUBES,
     cube=4,
@@ -211,7 +216,7 @@ V5P = Entry(
 )
 
 V6E = Entry(
-    device=_tpu(
+    device=tpu(
         "v6e",
         bf16=918 * T,  # Cloud TPU docs, v6e: 918 TFLOPs bf16, 1836 TOPs int8
         int8=1836 * T,
@@ -223,9 +228,9 @@ V6E = Entry(
         efficiency=V6E_EFFICIENCY,
         source="https://cloud.google.com/tpu/docs/v6e",
     ),
-    interconnect=_ici(90 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 9e10 B/s a link one way; axes of 16 wrap
+    interconnect=ici(90 * G, wrap_multiple=16, wrap_whole=False),  # scaling book, TPU specs: 9e10 B/s a link one way; axes of 16 wrap
     jax_kinds=("TPU v6 lite", "TPU v6e"),
-    beyond=_dcn(100 * G, 8),  # 4 x 200 Gb/s a host of 8 chips
+    beyond=dcn(100 * G, 8),  # 4 x 200 Gb/s a host of 8 chips
     cores=1,
     topologies=FLAT_SLICES,
     most=256,
@@ -322,7 +327,7 @@ def _nvlink(bandwidth: float, network: float, memory: float, protocols: tuple[Pr
     )
 
 
-def _spine(network: float) -> Level:
+def spine(network: float) -> Level:
     """The network between groups of hosts, each device with its own card; not oversubscribed, unless a cluster file says so."""
     return Level("pods", 1, network * CARD_EFFICIENCY, NCCL_NETWORK_STEP_SECONDS, kind="rails", source=NCCL_SOURCE)
 
@@ -362,7 +367,7 @@ A100 = Entry(
     ),
     interconnect=_ampere_links(2039 * G),
     jax_kinds=("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM-80GB"),
-    beyond=_spine(25 * G),
+    beyond=spine(25 * G),
     per_host=8,
 )
 
@@ -383,7 +388,7 @@ A100_40G = Entry(
     ),
     interconnect=_ampere_links(1555 * G),
     jax_kinds=("NVIDIA A100-SXM4-40GB",),
-    beyond=_spine(25 * G),
+    beyond=spine(25 * G),
     per_host=8,
 )
 
@@ -404,7 +409,7 @@ H100 = Entry(
     ),
     interconnect=_hopper_links(3350 * G),
     jax_kinds=("NVIDIA H100 80GB HBM3",),
-    beyond=_spine(50 * G),
+    beyond=spine(50 * G),
     per_host=8,
 )
 
@@ -425,7 +430,7 @@ H200 = Entry(
     ),
     interconnect=_hopper_links(4800 * G),
     jax_kinds=("NVIDIA H200",),
-    beyond=_spine(50 * G),
+    beyond=spine(50 * G),
     per_host=8,
 )
 
@@ -447,7 +452,7 @@ B200 = Entry(
     # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 (topo.h); DGX B200 datasheet: eight 400 Gb/s cards
     interconnect=_nvlink(18 * 40.1 * G, 50 * G, 8000 * G, BLACKWELL_NCCL, f"NVIDIA DGX B200 datasheet; {NCCL_SOURCE}"),
     jax_kinds=("NVIDIA B200",),
-    beyond=_spine(50 * G),
+    beyond=spine(50 * G),
     per_host=8,
 )
 
@@ -479,9 +484,9 @@ CPU = Entry(
     beyond=Level("slices", 1, 1.5 * G, 5e-6, source="as within one: all virtual devices share one memory"),
 )
 
-CATALOGUE: dict[str, Entry] = {entry.device.name: entry for entry in (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)}
+ENTRIES = (V4, V5E, V5P, V6E, A100, A100_40G, H100, H200, B200, CPU)
 
-COMPUTE_CAPABILITY = {"a100": 8, "a100-40g": 8, "h100": 9, "h200": 9, "b200": 10}
+COMPUTE_CAPABILITY = {"a100": 8, "a100-40g": 8, "h100": 9, "h200": 9, "h20": 9, "b200": 10, "gb200": 10, "b300": 10, "gb300": 10}
 """CUDA's compute capability of each GPU's architecture (developer.nvidia.com/cuda-gpus)."""
 
 OTHER_NAMES = {"v5litepod": "v5e"}

@@ -13,8 +13,9 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from autoshard.cluster.catalogue import CATALOGUE, OTHER_NAMES, Entry
+from autoshard.cluster.catalogue import LIKE, OTHER_NAMES, Entry
 from autoshard.cluster.device import Device
+from autoshard.cluster.devices import CATALOGUE
 from autoshard.cluster.interconnect import Interconnect, Link, place
 from autoshard.cluster.level import Level
 from autoshard.cluster.local import local_topology, slices_of
@@ -25,6 +26,7 @@ from autoshard.render import format_alternatives
 
 EXAMPLES = "'v5e:4x4' (a TPU slice), '2*v5e:4x4' (two of them), 'h100:8x4' (8 GPUs on each of 4 hosts) or 'cpu:8'"
 _TEXT = re.compile(r"(?:(\d{1,18})\*)?([a-z0-9-]+):(\d{1,18}(?:x\d{1,18})*)(?:\*(\d{1,18}))?")
+UNLISTED = "figures of "  # in sources, before the name of the device from which they are
 MOST_DEVICES = 2**20  # ten times the largest machine there is
 
 
@@ -35,7 +37,8 @@ class Cluster:
     Attributes:
         name: its short form, ``v5e:4x4``.
         device: the figures of each device.
-        topology: the sizes of a TPU slice; GPUs per host and hosts; or the number of host devices.
+        topology: the sizes of a TPU slice, last the devices of a chip where they are several; GPUs per host and hosts; or the number of
+            host devices.
         interconnect: the figures of the links.
         memory_limit_bytes: the part of a device's memory that a program may use.
         overlap: whether collectives run while the device computes.
@@ -96,6 +99,7 @@ class Cluster:
             )
         topology = tuple(int(size) for size in sizes.split("x"))
         _check_topology(entry, topology, text)
+        chip = (entry.chip_devices,) if entry.chip_devices > 1 else ()
         if (before and after) or "0" in (before, after):
             raise ClusterError(f"several slices read '2*v5e:4x4' or 'v5e:4x4*2', at least one, got {text!r}. Use one of these forms.")
         n = int(before or after or 1)
@@ -103,7 +107,7 @@ class Cluster:
         return cls(
             name=_short(entry.device.name, topology, levels),
             device=entry.device,
-            topology=topology,
+            topology=(*topology, *chip),
             interconnect=entry.interconnect,
             memory_limit_bytes=entry.available_bytes,
             overlap=entry.overlap,
@@ -128,26 +132,23 @@ class Cluster:
         """The cluster of this process's jax devices, with the catalogue's figures; `autoshard.calibrate` measures them instead.
 
         Raises:
-            ClusterError: a device the catalogue does not have.
+            ClusterError: several slices or hosts are unequal.
         """
         import jax  # delayed: the only use of jax here; describing a cluster must not import it
 
-        devices = jax.devices()
-        found = cls.of_devices(devices)
-        if found is None:
-            known = ", ".join(name for entry in CATALOGUE.values() for name in entry.jax_kinds)
-            raise ClusterError(
-                f"the catalogue does not have this machine's {len(devices)} devices of kind {devices[0].device_kind!r} (it has {known}). "
-                "Measure them with autoshard.calibrate() or `autoshard calibrate`, or write their figures to a file and use Cluster.load."
-            )
-        return found
+        return cls.of_devices(jax.devices())
 
     @classmethod
-    def of_devices(cls, devices: Sequence[Any]) -> Cluster | None:
-        """The cluster of these jax devices, one host per process; None where the catalogue does not have their kind."""
-        entry = next((entry for entry in CATALOGUE.values() if devices[0].device_kind in entry.jax_kinds), None)
+    def of_devices(cls, devices: Sequence[Any]) -> Cluster:
+        """The cluster of these jax devices, slices and hosts counted; of an unknown kind with another's figures, as `note` says.
+
+        Raises:
+            ClusterError: several slices or hosts are unequal.
+        """
+        kind = devices[0].device_kind
+        entry = next((entry for entry in CATALOGUE.values() if kind in entry.jax_kinds), None)
         if entry is None:
-            return None
+            return cls._like_another(devices)
         slices = slices_of(devices) if entry.topologies else [devices]
         shapes = [local_topology(entry, each) for each in slices]
         if len(set(shapes)) > 1:
@@ -157,6 +158,32 @@ class Cluster:
                 "strategy with devices=, the devices of those slices."
             )
         return cls.parse(f"{len(slices)}*{entry.device.name}:{'x'.join(map(str, shapes[0]))}")
+
+    @classmethod
+    def _like_another(cls, devices: Sequence[Any]) -> Cluster:
+        """Devices of an unknown kind, with figures of one that is known, in hosts of their own."""
+        like, kind = CATALOGUE[LIKE.get(devices[0].platform, LIKE[""])], devices[0].device_kind
+        name, source = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-"), f"{UNLISTED}{like.device.name}"
+        topology = local_topology(like, devices) if like.per_host else (len(devices),)
+        wires = like.interconnect if like.per_host else replace(like.interconnect, kind="host")
+        return cls(
+            name=f"{name}:{'x'.join(map(str, topology))}",
+            device=replace(like.device, name=name, source=source),
+            topology=topology,
+            interconnect=replace(wires, source=source),
+            memory_limit_bytes=like.available_bytes,
+            overlap=like.overlap,
+        )
+
+    @property
+    def note(self) -> str:
+        """That its figures are those of another device, where this one is not in the catalogue and not measured; else empty."""
+        if not self.device.source.startswith(UNLISTED):
+            return ""
+        return (
+            f"{self.device.name} is not in the catalogue: figures are those of {self.device.source.removeprefix(UNLISTED)}. Measure them "
+            "with autoshard.calibrate() or `autoshard calibrate`, or write them to a file for Cluster.load"
+        )
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -214,6 +241,8 @@ class Cluster:
         device = {f.name: getattr(self.device, f.name) for f in fields(Device)}
         device["flops_per_second"] = dict(self.device.flops_per_second)
         wires = {f.name: getattr(self.interconnect, f.name) for f in fields(Interconnect)}
+        if not self.interconnect.chip_bandwidth_bytes_per_second:  # as in files of versions that do not know it
+            del wires["chip_bandwidth_bytes_per_second"]
         return {
             "name": self.name,
             "topology": list(self.topology),

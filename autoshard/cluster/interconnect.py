@@ -75,6 +75,8 @@ class Interconnect:
         network_bandwidth_bytes_per_second: one way, per device, between hosts of a ``switch``.
         network_latency_seconds: one step between hosts.
         copy_bandwidth_bytes_per_second: rate of the final copy out of the receive buffer, which overlaps no send; 0 where it is free.
+        chip_bandwidth_bytes_per_second: one way, between the devices of one chip, which are the last dimension of a torus and share the
+            chip's links; 0 where a chip is a device.
         protocols: alternatives to the plain ring on a ``switch``; the fastest is taken.
         source: where the figures come from.
     """
@@ -90,19 +92,23 @@ class Interconnect:
     copy_bandwidth_bytes_per_second: float = 0.0
     protocols: tuple[Protocol, ...] = ()
     source: str = ""
+    chip_bandwidth_bytes_per_second: float = 0.0
 
     def __post_init__(self):
         if self.kind not in WIRINGS:
             raise ClusterError(f"an interconnect's kind is one of {WIRINGS}, got {self.kind!r}.")
         if self.bandwidth_bytes_per_second <= 0 or min(self.latency_seconds, self.launch_seconds, self.network_latency_seconds) < 0:
             raise ClusterError(f"an interconnect's bandwidth is positive and its latencies are not negative, got {self}.")
-        if min(self.network_bandwidth_bytes_per_second, self.copy_bandwidth_bytes_per_second, self.wrap_multiple) < 0:
+        rates = self.network_bandwidth_bytes_per_second, self.copy_bandwidth_bytes_per_second, self.chip_bandwidth_bytes_per_second
+        if min(*rates, self.wrap_multiple) < 0:
             raise ClusterError(f"an interconnect's bandwidths and wrap multiple are not negative, got {self}.")
 
     def rings(self, topology: Sequence[int]) -> tuple[bool, ...]:
         """Whether each physical dimension closes to a ring."""
-        closed = tuple(self.wrap_multiple > 0 and size > 1 and size % self.wrap_multiple == 0 for size in topology)
-        return tuple(all(closed) for _ in closed) if self.wrap_whole else closed
+        chips = topology[:-1] if self.chip_bandwidth_bytes_per_second else topology
+        closed = tuple(self.wrap_multiple > 0 and size > 1 and size % self.wrap_multiple == 0 for size in chips)
+        closed = tuple(all(closed) for _ in closed) if self.wrap_whole else closed
+        return (*closed, *(False for _ in topology[len(chips) :]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +268,10 @@ class Link:
 
     def _span_bandwidth(self, span: Span) -> float:
         share = span.stride * (2 if span.straddles else 1)
-        return self.interconnect.bandwidth_bytes_per_second * (2 if span.ring else 1) / share
+        wires = self.interconnect
+        if wires.chip_bandwidth_bytes_per_second and all(each.dim == len(self.length) - 1 for each in self.spans):
+            return wires.chip_bandwidth_bytes_per_second
+        return wires.bandwidth_bytes_per_second * (2 if span.ring else 1) / share
 
     def _dim_bandwidth(self, spans: list[Span]) -> float:
         """Bandwidth of spans in one dimension that take turns; the fastest one moves the largest part of the data."""

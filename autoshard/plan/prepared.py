@@ -138,7 +138,7 @@ class Prepared:
         solution = replace(solution, stats={**self.seconds, "meshes": len(self.meshes), **solution.stats, **asked})
         facts, assignment = self.facts, solution.assignment
         notes = [*without_rules(facts), *lowered_otherwise(facts.graph, mesh), *whole(facts, assignment), *contended(facts, assignment)]
-        notes += [*fetched_early(self.traced, facts.compiler), *self.pins.remarks(mesh, assignment)]
+        notes += [*fetched_early(self.traced, facts.compiler), *self.pins.remarks(mesh, assignment), *filter(None, [self.cluster.note])]
         record = record_of(self.traced, self.cluster, mesh, solution, searcher, notes, written(self.traced.graph, self.pins.specs, mesh))
         return Plan(record, self.traced, self.pins, self.call, Searched(self.facts, problem, solution.hints))
 

@@ -11,7 +11,6 @@ on which no measurement depends keep the catalogue's figures.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from autoshard.cluster import CATALOGUE, Cluster
-from autoshard.cluster.catalogue import LIKE
+from autoshard.cluster import Cluster
 from autoshard.probe.fit import constant, fit_cluster, with_constant
 from autoshard.probe.measure import Effort, measure, seconds_of
 from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, Kernel, Program, elementwise, matrix_product
@@ -38,6 +36,7 @@ DEVICE_CONSTANTS = (
 # Rates that are not measured are scaled with one that is: narrow types run on the unit of bfloat16, if there is one.
 FOLLOWS = {"fp16": "bf16", "fp8": "bf16", "int8": "bf16", "f64": "f32"}
 LINK_CONSTANTS = ("launch_seconds", "latency_seconds", "bandwidth_bytes_per_second", "copy_bandwidth_bytes_per_second")
+LEVEL_CONSTANTS = ("bandwidth_bytes_per_second", "latency_seconds")
 NETWORK_CONSTANTS = ("network_bandwidth_bytes_per_second", "network_latency_seconds")
 
 DISTURBED = 1.5  # estimate: ratio of a typical run to the fastest of its program, above which the report warns
@@ -226,7 +225,8 @@ def fit(start: Cluster, programs: Sequence[Program], seconds: np.ndarray) -> tup
     if collectives:
         several_hosts = start.interconnect.kind == "switch" and len(start.topology) > 1
         fields = (*LINK_CONSTANTS, *(NETWORK_CONSTANTS if several_hosts else ()))
-        links = tuple(f"interconnect.{field}" for field in fields)
+        of_levels = (f"levels.{number}.{field}" for number in range(len(start.levels)) for field in LEVEL_CONSTANTS)
+        links = (*(f"interconnect.{field}" for field in fields), *of_levels)
         for name in links:
             if not constant(cluster, name):  # the fit is of logarithms: zero costs start from small ones
                 little = 1e-7 if name.endswith("_seconds") else 10 * cluster.interconnect.bandwidth_bytes_per_second
@@ -254,26 +254,10 @@ def _reached(cluster: Cluster) -> Cluster:
 def start_of(devices: Sequence[Any]) -> Cluster:
     """The cluster of these devices before the fit: from the catalogue, or for an unknown device like one of its platform."""
     known = Cluster.of_devices(devices)
-    if known is None:
-        like = CATALOGUE[LIKE.get(devices[0].platform, LIKE[""])]
-        hosts = len({device.process_index for device in devices})
-        known = Cluster(
-            name=f"{_plain(devices[0].device_kind)}:{len(devices)}",
-            device=replace(like.device, name=_plain(devices[0].device_kind), source=f"figures of {like.device.name}"),
-            topology=(len(devices) // hosts, hosts) if hosts > 1 else (len(devices),),
-            interconnect=replace(like.interconnect, source=f"figures of {like.device.name}"),
-            memory_limit_bytes=int(like.device.memory_bytes),
-            overlap=True,
-        )
     stats = next((device for device in devices if device.process_index == jax.process_index()), devices[0]).memory_stats()
     if stats and stats.get("bytes_limit"):  # the allocator's memory, whose share is set by the environment
         known = replace(known, memory_limit_bytes=int(stats["bytes_limit"]))
     return known
-
-
-def _plain(kind: str) -> str:
-    """A device's kind as a name: ``nvidia-l4`` of ``NVIDIA L4``."""
-    return re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")
 
 
 def _of_process_0(seconds: float) -> float:

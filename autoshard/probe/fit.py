@@ -93,8 +93,10 @@ def _leaps(cost: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
 
 
 def constant(cluster: Cluster, name: str) -> float:
-    """A constant by its name: ``device.kernel_overhead_seconds``, ``device.flops_per_second.bf16``, ``interconnect.launch_seconds``."""
+    """A constant by its name: ``device.flops_per_second.bf16``, ``interconnect.launch_seconds``, ``levels.0.latency_seconds``."""
     record, field, *key = name.split(".")
+    if record == "levels":
+        return getattr(cluster.levels[int(field)], key[0])
     value = getattr(getattr(cluster, record), field)
     return dict(value)[key[0]] if key else value
 
@@ -102,6 +104,9 @@ def constant(cluster: Cluster, name: str) -> float:
 def with_constant(cluster: Cluster, name: str, value: float) -> Cluster:
     """The cluster with one constant changed."""
     record, field, *key = name.split(".")
+    if record == "levels":
+        levels = (replace(level, **{key[0]: value}) if str(number) == field else level for number, level in enumerate(cluster.levels))
+        return replace(cluster, levels=tuple(levels))
     old = getattr(cluster, record)
     assert field in {f.name for f in fields(old)}
     new = tuple((k, value if k == key[0] else v) for k, v in getattr(old, field)) if key else value

@@ -45,6 +45,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _TENSOR = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _CALLEES = re.compile(r"\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_OFFLOADED = re.compile(r"\bcalled_computations=\{([^}]*)\}")  # what TPU7x leaves to its SparseCores, collectives among it
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 
@@ -122,6 +123,8 @@ class Module:
             return [(callee, trips) for callee in dict(_CALLEES.findall(instruction.rest)).values()]
         if instruction.opcode in ("call", "conditional", "async-start", "fusion"):
             return [(callee, 1) for callee in _callees(instruction)]
+        if instruction.opcode == "custom-call" and (offloaded := _OFFLOADED.search(instruction.rest)):
+            return [(callee, 1) for callee in re.findall(r"%?([\w.\-]+)", offloaded[1])]
         return []
 
     def trips(self, loop: Instruction) -> int:

@@ -119,7 +119,7 @@ def _slices(cluster: Cluster) -> Topology:
     options: dict[str, Any] = {"chips_per_host_bounds": _host_of(cluster.topology)} if rows % 2 or columns % 2 else {}
     if cluster.levels:
         options["num_slices"] = cluster.levels[0].size
-    return Topology("tpu", f"{cluster.device.name}:{'x'.join(map(str, cluster.topology))}", options)
+    return Topology("tpu", f"{cluster.device.name}:{'x'.join(map(str, cluster.topology[:3]))}", options)
 
 
 def _host_of(topology: tuple[int, ...]) -> tuple[int, ...]:

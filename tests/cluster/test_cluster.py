@@ -4,8 +4,10 @@ import json
 import math
 from dataclasses import replace
 
+import jax
 import pytest
 
+import autoshard
 from autoshard.cluster import CATALOGUE, Cluster, join
 from autoshard.errors import ClusterError
 from autoshard.ir import Mesh
@@ -41,7 +43,7 @@ def test_entries_are_plausible(name):
     assert device.matrix_rate("complex64") == device.matrix_rate("float32") / 4
     assert device.matrix_rate("int32") == device.vector_rate("int32")
     for topology in CATALOGUE[name].topologies:
-        assert Cluster.parse(f"{name}:{'x'.join(map(str, topology))}").topology == topology
+        assert Cluster.parse(f"{name}:{'x'.join(map(str, topology))}").topology[: len(topology)] == topology
 
 
 def test_memory_limit_leaves_a_reserve():
@@ -137,8 +139,6 @@ def test_hostile_dicts_are_refused():
 
 def test_local_is_this_process():
     """The virtual devices of the tests are a cpu cluster."""
-    import jax
-
     assert Cluster.local() == Cluster.parse(f"cpu:{len(jax.devices())}")
 
 
@@ -162,11 +162,42 @@ def test_local_knows_accelerators_by_their_kind(devices, name, monkeypatch):
     assert Cluster.local().name == name
 
 
-def test_local_says_what_to_do_with_unknown_devices(monkeypatch):
-    """A device outside the catalogue asks for a file."""
-    monkeypatch.setattr("jax.devices", lambda: [FakeDevice("gpu", "NVIDIA GeForce GTX 970")])
-    with pytest.raises(ClusterError, match=r"GTX 970.*Cluster\.load"):
-        Cluster.local()
+def test_unknown_devices_have_another_ones_figures_and_say_so(monkeypatch):
+    """A device outside the catalogue is described by one of its platform; a note in every strategy asks to measure it."""
+    monkeypatch.setattr("jax.devices", lambda: [FakeDevice("gpu", "NVIDIA GeForce GTX 970", i // 2) for i in range(4)])
+    found = Cluster.local()
+    assert (found.name, found.n_devices, found.device.matrix_rate("float32")) == (
+        "nvidia-geforce-gtx-970:2x2",
+        4,
+        CATALOGUE["a100"].device.matrix_rate("float32"),
+    )
+    assert found.note.startswith("nvidia-geforce-gtx-970 is not in the catalogue: figures are those of a100. Measure")
+    strategy = autoshard.search(lambda x: x + 1, jax.ShapeDtypeStruct((8,), "float32"), cluster=found)
+    assert found.note in strategy.notes and not Cluster.parse("h100:8").note
+
+
+def test_hosts_are_told_by_boot_and_racks_by_their_size(monkeypatch):
+    """One process a GPU is not one host a GPU; trays of a rack are of one domain; unequal hosts are an error."""
+
+    def gpus(kind, counts, per_process=1):
+        found = [FakeDevice("gpu", kind, number // per_process) for number in range(sum(counts))]
+        for device, host in zip(found, (host for host, count in enumerate(counts) for _ in range(count)), strict=True):
+            device.slice_index = host
+        return found
+
+    assert Cluster.of_devices(gpus("NVIDIA H100 80GB HBM3", [8, 8])).name == "h100:8x2"
+    assert Cluster.of_devices(gpus("NVIDIA GB200", [4] * 18)).name == "gb200:72"
+    assert Cluster.of_devices(gpus("NVIDIA GB200", [4] * 36)).name == "gb200:72x2"
+    with pytest.raises(ClusterError, match=r"equally many devices, and these 12 are 8 or 4 of a host\. Use"):
+        Cluster.of_devices(gpus("NVIDIA H100 80GB HBM3", [8, 4]))
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    """An axis within chips is six times as fast as a link of a chip; one along a dimension has half of the chip's."""
+    cluster = Cluster.parse("tpu7x:4x4x4")
+    rows, chips = cluster.links(mesh(64, 2))
+    assert cluster.n_devices == 128 and cluster.name == "tpu7x:4x4x4" and cluster.rings == (True, True, True, False)
+    assert chips.bandwidth_bytes_per_second == 600e9 and rows.inside.bandwidth_bytes_per_second == 3 * 2 * 50e9
 
 
 def test_the_innermost_axis_gets_the_nearest_devices():

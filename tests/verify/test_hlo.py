@@ -185,6 +185,30 @@ def test_asynchronous_pairs_count_once():
     ]
 
 
+def test_collectives_on_sparse_cores_count():
+    """TPU7x leaves collectives to its SparseCores: a custom call, whose computation has the collective, in an asynchronous one."""
+    text = """HloModule m, num_partitions=4
+
+%called (p.1: f32[4]) -> f32[16] {
+  %p.1 = f32[4]{0} parameter(0)
+  ROOT %gather = f32[16]{0} all-gather(%p.1), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+}, execution_thread="sparsecore"
+
+%async (p.2: f32[4]) -> f32[16] {
+  %p.2 = f32[4]{0} parameter(0)
+  ROOT %custom-call = f32[16]{0} custom-call(%p.2), custom_call_target="x", called_computations={%called}
+}, execution_thread="sparsecore"
+
+ENTRY %main (p: f32[4]) -> f32[16] {
+  %p = f32[4]{0} parameter(0)
+  %start = ((f32[4]), f32[16]{0}, s32[]) async-start(%p), async_execution_thread="sparsecore", calls=%async
+  ROOT %done = f32[16]{0} async-done(%start), calls=%async
+}
+"""
+    (found,) = collectives_of(text, Mesh.of({"x": 4}))
+    assert (found.kind, found.mesh_axes, found.bytes, found.count) == ("all_gather", ("x",), 64.0, 1)
+
+
 def test_a_collective_carried_by_fusions_moves_once():
     """TPU fusions that start, carry and end a collective all contain its text (libtpu 0.0.42, shortened)."""
     gather = "all-gather(%p), channel_id=7, replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_1'}, dimensions={0}"
