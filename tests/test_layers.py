@@ -63,7 +63,7 @@ KNOWS_JAX = (
 )
 
 # The only rooms that know one compiler or device from another.
-KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py")
+KNOWS_TARGETS = ("compilers/", "verify/", "cluster/catalogue.py", "cluster/accelerators.py")
 NAMES_A_TARGET = {
     "cluster/device.py": "the kinds of devices there are",
     "cli/commands.py": "JAX's platform where Linux shows no accelerator",
