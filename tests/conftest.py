@@ -12,5 +12,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # always, so modules are the same and so are their collectives; what is compiled ahead of time for TPUs and GPUs has options of its own.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+os.environ["AUTOSHARD_CORRECTIONS"] = "off"  # what a user's compiler made of other programs is neither read nor added to
+
 settings.register_profile("autoshard", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("autoshard")

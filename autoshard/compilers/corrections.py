@@ -55,6 +55,9 @@ class Corrections:
 
     def merged(self, others: Iterable[Corrections]) -> Corrections:
         """These and others; of what several know the latest."""
+        others = [each for each in others if each]
+        if not others:
+            return self
         return Corrections(dict(self.seconds) | {key: seconds for other in others for key, seconds in other.seconds.items()})
 
 

@@ -12,6 +12,7 @@ from autoshard.ir import Assignment, Op
 from autoshard.judge.evaluate import scheduled
 from autoshard.judge.model import CostModel
 from autoshard.judge.task_graph import Region
+from autoshard.plan.plan import Plan
 from autoshard.primitives import is_matrix, is_view
 from autoshard.verify import NO_OP, CompiledKernel, cycles_by_op
 
@@ -69,11 +70,28 @@ def learned(
     for index, seconds in more.items():
         if index == NO_OP or ops[index].bodies or facts.idle[index]:
             continue
-        op, choice = ops[index], assignment.choice(index)
-        seconds_of_one = model.predicted_seconds(facts, op, choice)
-        key = kernel_key(op, facts.rules[index], facts.graph.values, choice, model.mesh.sizes, seconds_of_one)
-        by_key[key].append(seconds / max(op.trips, 1))
+        by_key[_key(facts, model, assignment, ops[index])].append(seconds / max(ops[index].trips, 1))
     return Corrections({key: sum(each) / len(each) for key, each in by_key.items()})
+
+
+def as_compiled_before(plan: Plan) -> tuple[str, ...]:
+    """A note on the kernels of a plan that are predicted as a compiler made such before; none where there are none."""
+    judged = plan._judged if plan._known is not None and plan._known.facts.corrections else None
+    if judged is None:
+        return ()
+    facts, model, assignment, found = judged.facts, judged.model, judged.record.assignment, set[str]()
+    for op in facts.graph.walk():
+        if not (op.bodies or facts.idle[op.index]):
+            found.add(_key(facts, model, assignment, op))
+    known = len(found.intersection(facts.corrections.seconds))
+    return (f"{known} of {len(found)} kinds of kernels are predicted as the compiler made them before",) if known else ()
+
+
+def _key(facts: ProgramFacts, model: CostModel, assignment: Assignment, op: Op) -> str:
+    """The key of an operation's kernel."""
+    choice = assignment.choice(op.index)
+    seconds = model.predicted_seconds(facts, op, choice)
+    return kernel_key(op, facts.rules[op.index], facts.graph.values, choice, model.mesh.sizes, seconds)
 
 
 def seconds_by_op(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> dict[int, float]:

@@ -64,16 +64,18 @@ class Rounds:
         how: the user's wish.
         cluster: the devices.
         limit: bytes that a device may hold, as compiled.
+        kept: corrections of predicted kernels that were known before.
         boards: the finalists of each search, and what became of them.
-        corrections: of predicted kernels, by what was compiled.
+        learned: corrections by what was compiled since.
     """
 
     search: Search
     how: Confirm
     cluster: Cluster
     limit: float
+    kept: Corrections = NO_CORRECTIONS
     boards: list[Board] = field(default_factory=list, init=False)
-    corrections: Corrections = field(default=NO_CORRECTIONS, init=False)
+    learned: Corrections = field(default=NO_CORRECTIONS, init=False)
 
     def found(self, progress: Progress) -> Plan:
         """The fastest strategy that is confirmed; one of the first search where nothing confirms it.
@@ -103,7 +105,6 @@ class Rounds:
                 own(f"faster plans do not fit as compiled: searches again within {format_bytes(within)}", 1.0)
             elif not self.boards[-1].corrections:
                 break
-            self.corrections = self.corrections.merged([self.boards[-1].corrections])
         if best is None:
             assert failure is not None
             raise failure if len(self.boards) < 2 else self._refusal()
@@ -116,17 +117,20 @@ class Rounds:
             InfeasibleError: nothing is predicted to fit; or nothing fits as compiled, and the finalists are in `boards`.
             SearchLimitError: the time was over.
         """
-        board = self.search(within, self.corrections, progress)
+        board = self.search(within, self.kept.merged([self.learned]), progress)
         if isinstance(board, Plan):
             return _Found(board, None, within)
-        if self.corrections and best is not None:
+        if self.learned and best is not None:
             compiled = [plan_of(plan.record) for each in self.boards for plan in each.strategies]
             faster = [k for k, plan in enumerate(board.strategies) if plan.cost.makespan_seconds < best.seconds]
             board.keep([k for k in faster if plan_of(board.strategies[k].record) not in compiled][:1])
             if not board.strategies:
                 return None
         self.boards.append(board)
-        return _Found(confirmed(board, self.how), board, within)
+        try:
+            return _Found(confirmed(board, self.how), board, within)
+        finally:
+            self.learned = self.learned.merged([board.corrections])
 
     def _above(self, error: InfeasibleError | SearchLimitError, within: float, progress: Progress) -> _Found:
         """The plan of the smallest peak, if that is little above a limit which no plan is predicted to keep, and the compiler accepts it.

@@ -9,12 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
+from autoshard.compilers.corrections import Corrections
 from autoshard.plan.agreement import agreed, finalists_of_process_0
 from autoshard.plan.attempts import Attempts, Whole
 from autoshard.plan.attention_notes import attention_notes
 from autoshard.plan.confirm import noted
+from autoshard.plan.corrections import as_compiled_before
 from autoshard.plan.finalists import Board
+from autoshard.plan.kept_corrections import keep_corrections, kept_corrections
 from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import MOST_OVERLAPPED, cluster_of, limit_of, prepare, traced_of
@@ -138,9 +140,12 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
                 together=how.by == "devices",
             )
 
-        if how is None:
-            found = searched(None, NO_CORRECTIONS, progress)
-            assert isinstance(found, Plan)
-            return found
         devices = cluster_of(request.cluster)
-        return Rounds(searched, how, devices, limit_of(devices, request.memory_limit_bytes)).found(progress)
+        kept, notes = kept_corrections(devices)
+        if how is None:
+            found = searched(None, kept, progress)
+            assert isinstance(found, Plan)
+            return noted(found, *notes, *as_compiled_before(found))
+        rounds = Rounds(searched, how, devices, limit_of(devices, request.memory_limit_bytes), kept)
+        found = rounds.found(progress)
+        return noted(found, *notes, *as_compiled_before(found), *keep_corrections(devices, rounds.learned))
