@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from autoshard.ask.first_call import exhausted, is_whole, refusal, searched_again
 from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
@@ -23,7 +24,7 @@ from autoshard.plan.searching import answered
 from autoshard.plan.user_pins import Pins
 from autoshard.progress import Progress
 from autoshard.rewrite import Padding
-from autoshard.run.calls import UNLIKE
+from autoshard.run.calls import UNLIKE, is_traced
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.step import Positional, Sharded, Step, call_type, plain, several
 from autoshard.search import Searcher
@@ -83,11 +84,40 @@ class Parallelized(Sharded):
         if result is not UNLIKE:
             return result
         args = held(self._fn, self._ordered(args, kwargs))
-        step = self._applied(self._lookup(args))
+        found = self._lookup(args)
+        if found.has_run or is_traced():
+            return self._taken(found).anew(args, {})
+        result = self._first(found, args)
+        found.has_run = True
+        return result
+
+    def _taken(self, found: _Found) -> Step:
+        """The step of a strategy, which the next call is taken to be of, too."""
+        step = self._applied(found)
         if self._step is not None and step is not self._step:
             self._step.forget()
         self._step = step
-        return step.anew(args, {})
+        return step
+
+    def _first(self, found: _Found, args: tuple) -> Any:
+        """The result of a step's first call; where it does not fit the devices' memory, of another strategy that is predicted to need less.
+
+        In several processes only what the compiler says counts, which is the same in all of them.
+        """
+        step = self._taken(found)
+        refused = refusal(found.strategy, step, args)
+        if refused is None:
+            try:
+                return step.anew(args, {})
+            except jax.errors.JaxRuntimeError as error:
+                refused = exhausted(error) if jax.process_count() == 1 and is_whole(args) else None
+                if refused is None:
+                    raise
+        again = searched_again(self._fn, args, self._request, self._progress, found.strategy, refused)
+        if again is not None:
+            found.strategy, found.step = again, None
+            self._latest = again
+        return self._taken(found).anew(args, {})
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """The lowered program, as `jax.jit(fn).lower` gives it."""
@@ -165,6 +195,7 @@ class _Found:
 
     strategy: Strategy
     step: Step | None = None
+    has_run: bool = False
 
     def as_written(self, args: tuple) -> tuple:
         return PaddedArguments(self.strategy.record).as_written(args)
@@ -238,7 +269,8 @@ def parallelize(
     Options are those of `search`, whose progress shows in a terminal; ``devices``, ``compiler_options``, ``bucket_bytes`` and
     ``save_graphs`` those of `Strategy.apply`; ``donate_argnums``, ``static_argnums`` and ``static_argnames`` those of `jax.jit`, where
     ``self`` is argument 0 of a method. Leaves that are no arrays are static by themselves. Arguments of other shapes or types are searched
-    for as well, with a warning, and so are static values that make another program.
+    for as well, with a warning, and so are static values that make another program. So is, once, a step that does not fit its devices as
+    compiled at its first call, or ends there in RESOURCE_EXHAUSTED before any state is used up, within less predicted memory.
 
     >>> import jax.numpy as jnp
     >>> @parallelize(cluster="cpu:1")

@@ -1,6 +1,6 @@
 """Verification against compilers: ahead-of-time compilation, collectives, FLOPs and memory of compiled modules, Shardy's propagation."""
 
-from autoshard.verify.aot import COMPILERS, Ahead, AheadCompiler, Compilation, Options, compile_ahead
+from autoshard.verify.aot import COMPILERS, Ahead, AheadCompiler, Compilation, Options, compile_ahead, refused_bytes
 from autoshard.verify.attribution import NO_OP, CompiledKernel, bytes_by_op, compiled_kernels, cycles_by_op
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
@@ -41,6 +41,7 @@ __all__ = [
     "in_phases",
     "propagated",
     "read_buffers",
+    "refused_bytes",
     "scheduled_cycles",
     "scheduled_seconds",
     "sent_seconds",

@@ -275,11 +275,10 @@ def read_ahead(compiler: AheadCompiler, folder: Path, topology: Topology, log: s
     failure = folder / "failure"
     if failure.exists():
         text = failure.read_text()
-        refused = _REFUSED.search(text)
+        refused = refused_bytes(text)
         if refused is None:
             raise CompilerError(f"{compiling}, and failed: {text.strip()[:2000]}")
-        needed, available = _sized(*refused.groups()[:2]), _sized(*refused.groups()[2:])
-        return Ahead("", None, needed, available, False, seconds)
+        return Ahead("", None, *refused, False, seconds)
     scheduled = _dumped(folder, SCHEDULED) if _dumped(folder, compiler.assigned) and not whole else None
     dumped = _dumped(folder, GENERATED) or scheduled
     if dumped is not None and (buffers := _buffers(folder)) is not None:
@@ -294,6 +293,17 @@ def read_ahead(compiler: AheadCompiler, folder: Path, topology: Topology, log: s
 def _buffers(folder: Path) -> Buffers | None:
     assignment, live = _dumped(folder, ASSIGNMENT), _dumped(folder, LIVE_RANGES)
     return read_buffers(assignment.read_text(), live.read_text()) if assignment and live else None
+
+
+def refused_bytes(message: str) -> tuple[float, float] | None:
+    """The bytes that a compiler's message says a program needs on a device, and those that there are; None where it does not.
+
+    >>> from autoshard.verify import refused_bytes
+    >>> refused_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 1.50K of 1K hbm.")
+    (1536.0, 1024.0)
+    """
+    found = _REFUSED.search(message)
+    return None if found is None else (_sized(*found.groups()[:2]), _sized(*found.groups()[2:]))
 
 
 def _sized(number: str, unit: str) -> float:
