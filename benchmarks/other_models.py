@@ -10,7 +10,7 @@ import optax
 
 from benchmarks.models import BF16, Program, leaf
 from benchmarks.models.blocks import _norm, _read, _reader
-from benchmarks.models.step import _train_step
+from benchmarks.models.step import _train_step, cast
 
 
 def windows(layers: int = 2, width: int = 96, heads: int = 3, batch: int = 256, side: int = 56, dtype: Any = BF16) -> Program:
@@ -64,7 +64,15 @@ def graph_network(layers: int = 4, width: int = 256, nodes: int = 200_000, edges
     return _train_step(loss, params, leaf(nodes, features, dtype=dtype), ends, ends, leaf(nodes, dtype=jnp.int32))
 
 
-def state_space(layers: int = 4, width: int = 512, states: int = 16, batch: int = 32, length: int = 1024, dtype: Any = BF16) -> Program:
+def state_space(
+    layers: int = 4,
+    width: int = 512,
+    states: int = 16,
+    batch: int = 32,
+    length: int = 1024,
+    dtype: Any = BF16,
+    remat: bool = False,
+) -> Program:
     """A language model of selective state spaces, which an associative scan goes through."""
     inner, vocabulary = 2 * width, 8192
 
@@ -79,6 +87,8 @@ def state_space(layers: int = 4, width: int = 512, states: int = 16, batch: int 
         put = (step * u.astype(jnp.float32))[..., None] * write[:, :, None, :]
         _, state = jax.lax.associative_scan(combined, (decay, put), axis=1)
         return ((state * read[:, :, None, :]).sum(-1).astype(dtype) * jax.nn.silu(gate)) @ p["out"]
+
+    mixed = jax.checkpoint(mixed) if remat else mixed
 
     def loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
         x = params["embed"][tokens]
@@ -98,3 +108,49 @@ def state_space(layers: int = 4, width: int = 512, states: int = 16, batch: int 
     }
     tokens = leaf(batch, length, dtype=jnp.int32)
     return _train_step(loss, {"embed": leaf(vocabulary, width, dtype=dtype), "layers": [layer] * layers}, tokens, tokens)
+
+
+def diffusion(
+    layers: int = 4,
+    width: int = 1024,
+    heads: int = 16,
+    batch: int = 256,
+    side: int = 32,
+    dtype: Any = BF16,
+    params: Any = jnp.float32,
+    remat: bool = False,
+) -> Program:
+    """A transformer of images with noise, each layer of which is scaled and shifted by a class (DiT, arXiv 2212.09748)."""
+    n, channels = (side // 2) ** 2, 16
+
+    def block(x: jax.Array, condition: jax.Array, p: Any) -> jax.Array:
+        p = cast(p, dtype)
+        moved = (condition @ p["modulate"])[:, None]
+        shift, scale, gate, other_shift, other_scale, other_gate = jnp.split(moved, 6, -1)
+        y = _norm(x, p["norm1"]) * (1 + scale) + shift
+        x = x + gate * _read(y, y, p["attention"])
+        y = _norm(x, p["norm2"]) * (1 + other_scale) + other_shift
+        return x + other_gate * (jax.nn.gelu(y @ p["up"]) @ p["down"])
+
+    block = jax.checkpoint(block) if remat else block
+
+    def loss(weights: Any, patches: jax.Array, noise: jax.Array, level: jax.Array, labels: jax.Array) -> jax.Array:
+        mixed = patches * (1 - level[:, None, None]) + noise * level[:, None, None]
+        x = mixed @ cast(weights["embed"], dtype) + cast(weights["position"], dtype)
+        condition = jax.nn.silu(cast(weights["classes"][labels], dtype) + level[:, None] * cast(weights["level"], dtype))
+        for p in weights["layers"]:
+            x = block(x, condition, p)
+        guess = _norm(x, cast(weights["norm"], dtype)) @ cast(weights["head"], dtype)
+        return ((guess - noise).astype(jnp.float32) ** 2).mean()
+
+    weights = {
+        "embed": leaf(channels, width),
+        "position": leaf(n, width),
+        "classes": leaf(1000, width),
+        "level": leaf(width),
+        "layers": [_reader(width, heads) | {"modulate": leaf(width, 6 * width)} for _ in range(layers)],
+        "norm": leaf(width),
+        "head": leaf(width, channels),
+    }
+    image = leaf(batch, n, channels, dtype=dtype)
+    return _train_step(loss, weights, image, image, leaf(batch, dtype=dtype), leaf(batch, dtype=jnp.int32), params=params)
