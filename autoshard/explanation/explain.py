@@ -102,7 +102,21 @@ def _details(record: Record, cluster: Cluster) -> list[Part]:
     rows = [("optimality", _optimality(record))]
     if record.mesh.placement is not None:
         rows.append(("placement", placement_words(record.mesh, cluster)))
-    return [*_layouts(record), *_results(record), Heading("Proof"), Table(("", ""), tuple(rows)), *_search(record)]
+    return [*_layouts(record), *_results(record), Heading("Proof"), Table(("", ""), tuple(rows)), *_forms(record), *_search(record)]
+
+
+def _forms(record: Record) -> list[Part]:
+    """The forms of the step that were compared: what was estimated of each, and what was found."""
+
+    def written(seconds: float | None, nbytes: float | None) -> tuple[str, str]:
+        return "" if seconds is None else format_seconds(seconds), "" if nbytes is None else format_bytes(nbytes)
+
+    rows = tuple(
+        (each.form, *written(each.estimated_seconds, each.estimated_bytes), *written(each.seconds, each.peak_bytes), each.outcome)
+        for each in record.trail
+    )
+    columns = ("form", ">estimated step", ">peak", ">found step", ">peak", "")
+    return [Heading("Forms of the step"), Table(columns, rows)] if rows else []
 
 
 _AS_MEASURED = {"scheduled": "as {} schedules it", "corrected": "corrected by what {} makes of it", "timed": "on {} devices"}

@@ -22,8 +22,9 @@ from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
-from autoshard.plan.exploring import Estimates, Exploration, Form, forms_of
-from autoshard.plan.microbatching import Microbatches, all_found
+from autoshard.plan.exploring import Exploration
+from autoshard.plan.forms import Estimates, Form, forms_of
+from autoshard.plan.microbatching import AUTO, Microbatches
 from autoshard.plan.notes import own_checkpoints
 from autoshard.plan.offloading import check_offload
 from autoshard.plan.plan import Plan
@@ -37,6 +38,7 @@ from autoshard.rewrite import divisible
 from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution
 from autoshard.search.integer_programming import LastResort
+from autoshard.strategy import Tried
 from autoshard.trace import Traced
 
 Found = tuple[Prepared, Solution, Problem]
@@ -83,6 +85,7 @@ class Attempts:
     mesh_of_first: Mesh | None = field(default=None, init=False)  # on which the step as it is is fastest; other forms are compared on it
     forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
     least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
+    explorations: list[Exploration[Found]] = field(default_factory=list, init=False)
 
     def __post_init__(self):
         self.first = self.microbatches if isinstance(self.microbatches, int) else 1
@@ -98,9 +101,18 @@ class Attempts:
             InfeasibleError: nothing fits the memory limit; says what was not tried.
         """
         prepared, solution, problem = self._best()
-        notes = own_checkpoints(self.asked.traced, self.remat)
+        best = self._form_of(prepared)
+        notes = [*filter(None, (each.sentence(best) for each in self.explorations)), *own_checkpoints(self.asked.traced, self.remat)]
         others = tuple(replace(other, notes=(*other.notes, *notes)) for other in solution.others)
         return prepared, replace(solution, notes=(*solution.notes, *notes), others=others), problem
+
+    def trail(self, prepared: Prepared) -> tuple[Tried, ...]:
+        """The forms that were compared, of which one is taken."""
+        best = self._form_of(prepared)
+        return tuple(dict.fromkeys(chain(*(each.trail(best) for each in self.explorations))))
+
+    def _form_of(self, prepared: Prepared) -> Form:
+        return next(form for form, (own, _) in self.forms.items() if own.facts is prepared.facts)
 
     def _best(self) -> Found:
         try:
@@ -123,29 +135,32 @@ class Attempts:
             except InfeasibleError as error:
                 text = f"{error} The arguments alone, split over all devices, take {format_bytes(alone)}, whatever else is tried."
                 raise InfeasibleError(text, error.smallest_peak_bytes, error.proven) from None
-        if self.microbatches == "auto":
-            return min(all_found(partial(self._explored, hosted)), key=_seconds)
-        return self._explored(hosted, self.first)
+        return self._explored(hosted)
 
-    def _explored(self, hosted: Sequence[bool], n: int) -> Found:
-        """The best in ``n`` microbatches, or in more where these are what memory asks for."""
+    def _explored(self, hosted: Sequence[bool]) -> Found:
+        """The best of the forms that were asked for."""
+        n, more = self.first, AUTO if self.microbatches == "auto" else ()
         full = [each[-1] for each in self._options if each] if self.remat == "full" else [None]
         first = Form(n, next(iter(full), None), hosted[0])
         if not self._has_forms:
             return self._searched(first, True)
 
         def forms() -> list[Form]:
-            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches == "fit" else [n]
+            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches == "fit" else [n, *more]
             some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
             return forms_of(numbers, list(dict.fromkeys(some)), hosted)
 
         how = {"search": self._searched, "solution": lambda each: each[1], "estimates": self._estimates}
-        explored = partial(Exploration, **how, limit=self._limit, is_timed=self.seconds is not None)
-        if self.remat != "replace" or not (anew := list(chain(*self._options))):
-            return explored(first, forms).best()
-        ways = explored(first, forms), explored(replace(first, again=anew[0]), lambda: forms_of([n], anew, hosted))
+        how |= {"limit": self._limit, "is_timed": self.seconds is not None}
+
+        def explored(first: Form, forms: Callable[[], list[Form]]) -> Exploration[Found]:
+            return Exploration(first, forms, **how, always=[replace(first, microbatches=each) for each in more])
+
+        self.explorations = [explored(first, forms)]
+        if self.remat == "replace" and (anew := list(chain(*self._options))):
+            self.explorations.append(explored(replace(first, again=anew[0]), lambda: forms_of([n, *more], anew, hosted)))
         found, refused = list[Found](), list[InfeasibleError]()
-        for way in ways:
+        for way in self.explorations:
             try:
                 found.append(way.best())
             except InfeasibleError as error:
@@ -162,7 +177,7 @@ class Attempts:
     @property
     def _has_forms(self) -> bool:
         """Whether there may be several forms of the step to choose from."""
-        return self.microbatches == "fit" or self.remat in ("fit", "auto", "replace") or self.offload == "auto"
+        return self.microbatches in ("fit", "auto") or self.remat in ("fit", "auto", "replace") or self.offload == "auto"
 
     @cached_property
     def _state(self) -> tuple[int, ...]:

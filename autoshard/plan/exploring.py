@@ -3,23 +3,24 @@
 The fastest strategy of the step as it is, whatever it holds, is found first. Where it fits, nothing else can be faster. Where it does
 not, each other form is estimated from it: the time of what runs again and of what each microbatch repeats, the bytes of what is not kept.
 The form that promises to be fastest of those that may fit is searched next, again of whatever it holds, and so on, as long as one promises
-to be faster than what was found; each answer corrects the estimates. At last the forms whose fastest strategies are faster, but hold too
-much, are searched within the limit: that takes longest, and gains least.
+to be faster than what was found; each answer corrects the estimates. Since smaller arrays may be in fast memory, which estimates do not
+know, the next larger number of microbatches is searched once more than they promise. At last the forms whose fastest strategies are faster,
+but hold too much, are searched within the limit: that takes longest, and gains least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, TraceError
-from autoshard.ir.remat import Remat
+from autoshard.plan.forms import Estimates, Form
 from autoshard.plan.refusals import AGAIN
 from autoshard.render import format_bytes
 from autoshard.search import Solution
+from autoshard.strategy import Tried
 
 TRIES = 4  # of forms beside the first, of whatever they hold
 PRICED = 2  # of forms within the limit, where some strategy was found
@@ -29,88 +30,6 @@ GAIN = 0.01  # of the time of what was found, that another form must promise
 
 Found = TypeVar("Found")
 Found_co = TypeVar("Found_co", covariant=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """One form of a step.
-
-    Attributes:
-        microbatches: in how many its gradients are computed.
-        again: what its backward pass computes again; None: nothing.
-        hosted: whether optimizer state is in the memory of hosts.
-    """
-
-    microbatches: int = 1
-    again: Remat | None = None
-    hosted: bool = False
-
-    @property
-    def kept(self) -> float:
-        """The share of what the forward pass keeps that devices hold."""
-        return 1.0 if self.again is None or not self.again.plain_bytes else self.again.kept_bytes / self.again.plain_bytes
-
-    def holds_less(self, other: Form) -> bool:
-        """Whether there is nothing of which it holds more than the other; more microbatches may hold more, being split otherwise."""
-        return self.microbatches == other.microbatches and self.kept <= other.kept and self.hosted >= other.hosted
-
-
-@dataclass(frozen=True, slots=True)
-class Estimates:
-    """Estimates of the time and the peak of forms, from a strategy of one of them.
-
-    Attributes:
-        seconds, peak_bytes: of that strategy.
-        of: its form.
-        fixed_bytes: the part of its peak that is arguments.
-        least_fixed_bytes: that part, were all of them split over all devices.
-        state_bytes: what a device holds of optimizer state that could be on a host.
-        adding_seconds: of adding up gradients of one microbatch more.
-        devices: how many share what is computed again.
-        host_bytes_per_second: of a device's link to its host.
-    """
-
-    seconds: float
-    peak_bytes: float
-    of: Form
-    fixed_bytes: float
-    least_fixed_bytes: float
-    state_bytes: float
-    adding_seconds: float
-    devices: float
-    host_bytes_per_second: float
-
-    def time(self, form: Form) -> float:
-        """Seconds of a step in this form."""
-        return self.seconds + self._more(form) - self._more(self.of)
-
-    def peak(self, form: Form) -> float:
-        """Bytes that a device holds in this form."""
-        fixed = self.fixed_bytes - (self.state_bytes if form.hosted and not self.of.hosted else 0.0)
-        moving = self.peak_bytes - self.fixed_bytes
-        return fixed + moving * (form.kept / self.of.kept) * (self.of.microbatches / form.microbatches)
-
-    def corrected(self, form: Form, seconds: float) -> Estimates:
-        """The estimates with what a form takes, as far as that is due to one of what it does."""
-        missed = seconds - self.time(form)
-        if form.again is None and form.microbatches > 1:
-            return replace(self, adding_seconds=max(0.0, self.adding_seconds + missed / (form.microbatches - 1)))
-        if form.again is not None and form.again.seconds and form.microbatches == 1:
-            return replace(self, devices=self.devices / max(0.1, 1 + missed * self.devices / form.again.seconds))
-        return self
-
-    def within(self, least: float) -> Estimates:
-        """The estimates of strategies for which time does not count: arguments split over all devices, and what was the smallest peak."""
-        fixed = min(self.fixed_bytes, self.least_fixed_bytes)
-        return replace(self, fixed_bytes=fixed, peak_bytes=max(fixed, min(self.peak_bytes - self.fixed_bytes + fixed, least)))
-
-    def _more(self, form: Form) -> float:
-        hosted = self.state_bytes if form.hosted else 0.0
-        again = 0.0
-        if form.again is not None:
-            again, hosted = form.again.seconds / self.devices, hosted + form.again.hosted_bytes / self.devices
-        transfers = 2 * hosted / self.host_bytes_per_second if hosted else 0.0
-        return (form.microbatches - 1) * self.adding_seconds + again + transfers
 
 
 class Search(Protocol[Found_co]):
@@ -134,12 +53,15 @@ class Exploration(Generic[Found]):
         solution: of what a search finds.
         estimates: from what a search of a form finds.
         limit: bytes that a device may hold.
+        always: forms that are searched whatever they promise.
         is_timed: whether a search ends since its share of the time is over.
         free: by form what was found without a limit.
         found: by form what was found that fits.
         refused: by form the smallest peak of what was found where nothing fits.
         scales: by how much peaks are underestimated: in one microbatch, and in several.
         reason: why there are no microbatches, if there are none.
+        estimated: by form its step time and peak as they were estimated when it was searched; at last, those of forms that were not, too.
+        why: by form why nothing is known of it, for another reason than its estimate.
     """
 
     first: Form
@@ -148,12 +70,15 @@ class Exploration(Generic[Found]):
     solution: Callable[[Found], Solution]
     estimates: Callable[[Form, Found], Estimates]
     limit: float
+    always: Sequence[Form] = ()
     is_timed: bool = False
     free: dict[Form, Found] = field(default_factory=dict)
     found: dict[Form, Found] = field(default_factory=dict)
     refused: dict[Form, float] = field(default_factory=dict)
     scales: dict[bool, float] = field(default_factory=dict)
     reason: str = ""
+    estimated: dict[Form, tuple[float, float]] = field(default_factory=dict)
+    why: dict[Form, str] = field(default_factory=dict)
 
     def best(self) -> Found:
         """The fastest that is found.
@@ -164,7 +89,9 @@ class Exploration(Generic[Found]):
         free = self.search(self.first, False)
         is_early = bool(self.solution(free).stats.get("ended_early"))
         if self._fits(free):
-            return self._improved(free) if is_early and self.is_timed else free
+            if not self.always or is_early:
+                return self._improved(free) if is_early and self.is_timed else free
+            self.found[self.first] = free
         self.free[self.first] = free
         forms, estimates = [form for form in self.others() if form != self.first], self.estimates(self.first, free)
         failure = None
@@ -193,24 +120,22 @@ class Exploration(Generic[Found]):
         return self._peak(found) <= self.limit
 
     def _explore(self, forms: list[Form], estimates: Estimates) -> None:
-        """Searches the forms that promise most, of whatever they hold."""
-        for _ in range(TRIES):
-            least = self._least() * (1 - GAIN)
-            fit = [form for form in forms if self._estimate(form, estimates) <= self.limit and estimates.time(form) < least]
-            same = [form for form in forms if form.microbatches == self.first.microbatches]
-            if fit:
-                form = min(fit, key=estimates.time)
-            elif same and not self.found:  # none promises to fit: of what holds least a strategy may be nearly as fast within the limit
-                form = min(same, key=estimates.peak)
-                forms = [each for each in forms if each not in same or each == form]
-            else:
+        """Searches the forms that are always searched and those that promise most, of whatever they hold."""
+        every, always = [self.first, *forms], [form for form in self.always if form in forms]
+        for _ in range(TRIES + len(always)):
+            wanted = [form for form in always if form in forms]
+            form = wanted[0] if wanted else self._next(forms, estimates, every)
+            if form is None:
                 return
             forms.remove(form)
+            self._note([form], estimates)
             try:
                 found = self.free[form] = self.search(form, False)
             except NothingFasterError:
+                self.why[form] = "slower"
                 continue
             except OutOfTime:
+                self.why[form] = "not searched: no time was left"
                 return
             except (SearchLimitError, TraceError) as error:
                 self._leave_out(form, error, forms)
@@ -219,6 +144,32 @@ class Exploration(Generic[Found]):
                 self.found[form] = found
             self._scale(form, self._peak(found) / estimates.peak(form))
             estimates = estimates.corrected(form, self._seconds(found))
+            self._note(forms, estimates)
+
+    def _next(self, forms: list[Form], estimates: Estimates, every: Sequence[Form]) -> Form | None:
+        """The form that is worth a search most; None: no one is.
+
+        Args:
+            forms: those that are left, of which some are taken out that are not worth one.
+            every: those that there are.
+        """
+        fit = [form for form in forms if self._estimate(form, estimates) <= self.limit]
+        if faster := [form for form in fit if estimates.time(form) < self._least() * (1 - GAIN)]:
+            return min(faster, key=estimates.time)
+        if self.found:
+            best = min(self.found, key=lambda form: self._seconds(self.found[form]))
+            alike = [form for form in every if (form.again, form.hosted) == (best.again, best.hosted)]
+            more = min((form for form in alike if form.microbatches > best.microbatches), key=lambda form: form.microbatches, default=None)
+            return more if more in fit else None
+        same = [form for form in forms if form.microbatches == self.first.microbatches]
+        if not same:
+            return None
+        form = min(same, key=estimates.peak)  # none promises to fit: of what holds least a strategy may be nearly as fast within the limit
+        forms[:] = [each for each in forms if each not in same or each == form]
+        return form
+
+    def _note(self, forms: Iterable[Form], estimates: Estimates) -> None:
+        self.estimated.update((form, (estimates.time(form), self._estimate(form, estimates))) for form in forms)
 
     def _within_the_limit(self) -> InfeasibleError | None:
         """Searches what would be faster within the limit: that which is nearest to it first. The error of the first form, if it has one."""
@@ -249,6 +200,7 @@ class Exploration(Generic[Found]):
             fit = [form for form in left if self._estimate(form, estimates) <= self.limit]
             form = min(fit, key=estimates.time) if fit else min(left, key=lambda form: self._estimate(form, estimates))
             left.remove(form)
+            self._note([form, *left], estimates)
             try:
                 self._priced(form)
             except OutOfTime:
@@ -270,7 +222,8 @@ class Exploration(Generic[Found]):
 
     def _leave_out(self, form: Form, error: Exception, forms: list[Form]) -> None:
         """Leaves the forms out that there cannot be since there is no such form, which an error says."""
-        forms[:] = [each for each in forms if _is_simpler(each, form)]
+        self.why |= dict.fromkeys((form, *(each for each in forms if not each.is_simpler(form))), "there is no such form")
+        forms[:] = [each for each in forms if each.is_simpler(form)]
         if form.microbatches > 1 and form.again == self.first.again and isinstance(error, TraceError):
             self.reason = str(error)
 
@@ -302,14 +255,44 @@ class Exploration(Generic[Found]):
                 text += f" Nor does it fit {words}: the smallest peak is {format_bytes(least)}."
         return InfeasibleError(text, None if smallest == math.inf else smallest, error.proven)
 
+    def trail(self, best: Form) -> tuple[Tried, ...]:
+        """The forms that were compared, fastest first; () if it was the first alone.
 
-def _is_simpler(form: Form, refused: Form) -> bool:
-    """Whether a form may exist where another does not."""
-    if refused.microbatches > 1 and form.microbatches > 1:
-        return refused.again is not None and form.again is None
-    return refused.again is None or form.again is None or refused.microbatches > 1
+        Args:
+            best: the one that is taken.
+        """
+        if not self.estimated:
+            return ()
+        told = [self._told(form, form == best) for form in dict.fromkeys((self.first, *self.estimated))]
+        return tuple(sorted(told, key=lambda each: (each.seconds or math.inf, each.estimated_seconds or math.inf)))
 
+    def _told(self, form: Form, is_best: bool) -> Tried:
+        found, estimate = self.found.get(form, self.free.get(form)), self.estimated.get(form, (None, None))
+        figures = (None, self.refused.get(form)) if found is None else (self._seconds(found), self._peak(found))
+        return Tried(str(form), "taken" if is_best else self._outcome(form), *estimate, *figures)
 
-def forms_of(numbers: Sequence[int], remats: Sequence[Remat | None], hosted: Sequence[bool]) -> list[Form]:
-    """All combinations, the first of each first."""
-    return [Form(*each) for each in product(numbers, remats, hosted)]
+    def _outcome(self, form: Form) -> str:
+        if form in self.found:
+            return "slower"
+        if form in self.free or form in self.refused:
+            return "does not fit"
+        if form in self.why:
+            return self.why[form]
+        seconds, nbytes = self.estimated[form]
+        if nbytes > self.limit:
+            return "not searched: estimated not to fit"
+        return "not searched: estimated to be slower" if seconds >= self._least() * (1 - GAIN) else "not searched: others promised more"
+
+    def sentence(self, best: Form) -> str:
+        """What was compared, and which one won, in one sentence; empty if it was the first form alone."""
+        forms = dict.fromkeys((self.first, *self.estimated))
+        if len(forms) == 1:
+            return ""
+        numbers = sorted({form.microbatches for form in forms})
+        what = f"{numbers[0]} to {numbers[-1]} microbatches" if len(numbers) > 1 else str(Form(numbers[0]))
+        ways = {form.again is None for form in forms}
+        what += "" if ways == {True} else " with and without recomputation" if len(ways) > 1 else " with recomputation"
+        on_hosts = any(form.hosted or (form.again is not None and form.again.hosted_bytes) for form in forms)
+        what += ", with and without arrays on hosts" if on_hosts else ""
+        n = sum(form in self.found or form in self.free or form in self.refused for form in forms)
+        return f"compared {what}, {n} of {len(forms)} forms by a search: {best} is fastest within {format_bytes(self.limit)}"

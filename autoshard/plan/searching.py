@@ -110,15 +110,18 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
                 check_parts(devices, n_stages, number)
                 traced, facts, _ = traced_of(fn, args, request.donate_argnums, request.axes, devices, batch=request.asked.batch)
                 tried = partial(attempts, whole=(traced, facts), stages=n_stages)
+                trail = ()
                 (prepared, solution, problem), started = fastest(tried, traced, n_stages, request.schedule, number, seconds, own)
             else:
                 one = attempts(number, seconds, own)
                 one.least = least
                 (prepared, solution, problem), started = one.found(), one.started
+                trail = one.trail(prepared)
             solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
             stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
             solutions = prepared.overlapped((solution, *solution.others), problem, n_finalists)
             strategies = [prepared.plan(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
+            strategies = [each.with_record(replace(each.record, trail=trail)) for each in strategies]
             if how is None:
                 return strategies[0]
             finders = [each.finder or chosen.name for each in solutions]

@@ -16,6 +16,7 @@ from autoshard.strategy.record import (
     TensorRecord,
     version,
 )
+from autoshard.strategy.trail import Tried
 
 __all__ = [
     "BY_ROWS",
@@ -29,6 +30,7 @@ __all__ = [
     "SearcherRecord",
     "StageRecord",
     "TensorRecord",
+    "Tried",
     "check_program",
     "from_json",
     "load_record",

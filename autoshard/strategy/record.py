@@ -15,6 +15,7 @@ import numpy as np
 from autoshard.cost.record import Cost
 from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
 from autoshard.ir.remat import Remat
+from autoshard.strategy.trail import Tried
 
 SCHEMA = 3
 """Version of the written file format. Read, too: 2, in which nothing is folded, and 1, in which the attribution of collectives is text."""
@@ -260,6 +261,7 @@ class Record:
         windows: per op index of a windowed product the operand whose blocks circulate, or -1 for its result.
         pipeline: the stages of a pipeline; None where every device runs the whole program. With stages, the mesh has a first axis of them,
             and choices and layouts are those of each stage's own record.
+        trail: the forms of the step that the search compared, fastest first; () where the step was searched in one form alone.
         report: what a report shows of the program, packed (`autoshard.explanation.stored`); empty where that is not kept. Strategies
             that differ in it alone are equal.
     """
@@ -286,6 +288,7 @@ class Record:
     ahead: Mapping[int, Layout] = field(default_factory=dict)
     windows: Mapping[int, int] = field(default_factory=dict)
     pipeline: PipelineRecord | None = None
+    trail: tuple[Tried, ...] = ()
     report: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self):

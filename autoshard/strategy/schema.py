@@ -31,6 +31,7 @@ from autoshard.strategy.record import (
     plain,
 )
 from autoshard.strategy.remat_schema import decode_remat, encode_remat
+from autoshard.strategy.trail import decode_trail, encode_trail
 
 MAX_AXES = 16
 LINE = 130  # characters of a report on one line
@@ -70,6 +71,7 @@ def encode(record: Record) -> dict[str, Any]:
             "copies": sorted(record.copies.items()),
             **({"ahead": sorted(record.ahead.items())} if record.ahead else {}),
             **({"windows": sorted(record.windows.items())} if record.windows else {}),
+            **({"trail": encode_trail(record.trail)} if record.trail else {}),
             **({} if record.pipeline is None else {"pipeline": encode_pipeline(record.pipeline, encode)}),
             **({"report": [record.report[at : at + LINE] for at in range(0, len(record.report), LINE)]} if record.report else {}),
         }
@@ -89,7 +91,7 @@ def decode(document: Node) -> Record:
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
-        optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline", "report"),
+        optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline", "trail", "report"),
     )
     program = _program(part["program"])
     mesh = _mesh(part["mesh"], part.get("placement"), part.get("axis_order"))
@@ -119,6 +121,7 @@ def decode(document: Node) -> Record:
         ahead=_numbered(part["ahead"], program.n_values, lambda node: _layout(node, mesh)) if "ahead" in part else {},
         windows=_numbered(part["windows"], program.n_ops, lambda node: node.integer(-1, 1)) if "windows" in part else {},
         pipeline=decode_pipeline(part["pipeline"], *sizes, decode) if "pipeline" in part else None,
+        trail=decode_trail(part["trail"]) if "trail" in part else (),
         report="".join(node.text() for node in part["report"].items()) if "report" in part else "",
     )
 

@@ -9,7 +9,8 @@ import pytest
 
 from autoshard.errors import InfeasibleError, NothingFasterError, TraceError
 from autoshard.ir.remat import Kept, Remat
-from autoshard.plan.exploring import Estimates, Exploration, Form, forms_of
+from autoshard.plan.exploring import Exploration
+from autoshard.plan.forms import Estimates, Form, forms_of
 
 NOTHING = Kept(0, (), ())
 HALF, FULL = (Remat("fit", (), NOTHING, (), kept, 100.0, seconds) for kept, seconds in ((50.0, 8.0), (10.0, 24.0)))

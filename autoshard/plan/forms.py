@@ -1,0 +1,111 @@
+"""Forms of one step, with equal results, and estimates of their step times and peaks from a strategy of one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from autoshard.ir.remat import Remat
+from autoshard.render import format_bytes, format_percent
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form of a step.
+
+    Attributes:
+        microbatches: in how many its gradients are computed.
+        again: what its backward pass computes again; None: nothing.
+        hosted: whether optimizer state is in the memory of hosts.
+    """
+
+    microbatches: int = 1
+    again: Remat | None = None
+    hosted: bool = False
+
+    def __str__(self) -> str:
+        words = ["1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"]
+        if self.again is not None:
+            words.append(f"{format_percent(self.kept)} of activations kept")
+            words += [f"{format_bytes(self.again.hosted_bytes)} of them on hosts"] if self.again.hosted_bytes else []
+        words += ["optimizer state on hosts"] if self.hosted else []
+        return ", ".join(words)
+
+    @property
+    def kept(self) -> float:
+        """The share of what the forward pass keeps that devices hold."""
+        return 1.0 if self.again is None or not self.again.plain_bytes else self.again.kept_bytes / self.again.plain_bytes
+
+    def holds_less(self, other: Form) -> bool:
+        """Whether there is nothing of which it holds more than the other; more microbatches may hold more, being split otherwise."""
+        return self.microbatches == other.microbatches and self.kept <= other.kept and self.hosted >= other.hosted
+
+    def is_simpler(self, refused: Form) -> bool:
+        """Whether it may exist where another does not."""
+        if refused.microbatches > 1 and self.microbatches > 1:
+            return refused.again is not None and self.again is None
+        return refused.again is None or self.again is None or refused.microbatches > 1
+
+
+def forms_of(numbers: Sequence[int], remats: Sequence[Remat | None], hosted: Sequence[bool]) -> list[Form]:
+    """All combinations, the first of each first."""
+    return [Form(*each) for each in product(numbers, remats, hosted)]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Estimates of the time and the peak of forms, from a strategy of one of them.
+
+    Attributes:
+        seconds, peak_bytes: of that strategy.
+        of: its form.
+        fixed_bytes: the part of its peak that is arguments.
+        least_fixed_bytes: that part, were all of them split over all devices.
+        state_bytes: what a device holds of optimizer state that could be on a host.
+        adding_seconds: of adding up gradients of one microbatch more.
+        devices: how many share what is computed again.
+        host_bytes_per_second: of a device's link to its host.
+    """
+
+    seconds: float
+    peak_bytes: float
+    of: Form
+    fixed_bytes: float
+    least_fixed_bytes: float
+    state_bytes: float
+    adding_seconds: float
+    devices: float
+    host_bytes_per_second: float
+
+    def time(self, form: Form) -> float:
+        """Seconds of a step in this form."""
+        return self.seconds + self._more(form) - self._more(self.of)
+
+    def peak(self, form: Form) -> float:
+        """Bytes that a device holds in this form."""
+        fixed = self.fixed_bytes - (self.state_bytes if form.hosted and not self.of.hosted else 0.0)
+        moving = self.peak_bytes - self.fixed_bytes
+        return fixed + moving * (form.kept / self.of.kept) * (self.of.microbatches / form.microbatches)
+
+    def corrected(self, form: Form, seconds: float) -> Estimates:
+        """The estimates with what a form takes; of several things that it does, microbatches are what was estimated worst."""
+        missed = seconds - self.time(form)
+        if form.microbatches > self.of.microbatches:
+            return replace(self, adding_seconds=max(0.0, self.adding_seconds + missed / (form.microbatches - self.of.microbatches)))
+        if form.again is not None and form.again.seconds and form.microbatches == self.of.microbatches:
+            return replace(self, devices=self.devices / max(0.1, 1 + missed * self.devices / form.again.seconds))
+        return self
+
+    def within(self, least: float) -> Estimates:
+        """The estimates of strategies for which time does not count: arguments split over all devices, and what was the smallest peak."""
+        fixed = min(self.fixed_bytes, self.least_fixed_bytes)
+        return replace(self, fixed_bytes=fixed, peak_bytes=max(fixed, min(self.peak_bytes - self.fixed_bytes + fixed, least)))
+
+    def _more(self, form: Form) -> float:
+        hosted = self.state_bytes if form.hosted else 0.0
+        again = 0.0
+        if form.again is not None:
+            again, hosted = form.again.seconds / self.devices, hosted + form.again.hosted_bytes / self.devices
+        transfers = 2 * hosted / self.host_bytes_per_second if hosted else 0.0
+        return (form.microbatches - 1) * self.adding_seconds + again + transfers
