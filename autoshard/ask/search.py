@@ -104,7 +104,8 @@ def search(
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where memory binds as many as make the step fastest;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
         remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``
-            or ``"auto"``: where memory binds, what makes the step fastest, alone or in microbatches (`autoshard.plan.exploring`);
+            or ``"auto"``: where memory binds, what makes the step fastest, alone or in microbatches (`autoshard.plan.exploring`); in loops
+            also where it does not, if that is faster, with ``"fit"`` by a tenth at least;
             ``"full"``: all repeated layers; ``"replace"``: the least that fits, of the step without its own `jax.checkpoint`, if that is
             faster than with it; None: nothing but what these say. Results stay the same.
         offload: what is in the memory of hosts while it is not used (`autoshard.recompute.offload`, `autoshard.recompute.hosting`).

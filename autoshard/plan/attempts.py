@@ -22,6 +22,7 @@ from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
+from autoshard.plan.compiled_finalists import MARGIN
 from autoshard.plan.exploring import Exploration
 from autoshard.plan.forms import Estimates, Form, forms_of
 from autoshard.plan.microbatching import AUTO, Microbatches
@@ -148,13 +149,16 @@ class Attempts:
         def forms() -> list[Form]:
             numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches == "fit" else [n, *more]
             some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
-            return forms_of(numbers, list(dict.fromkeys(some)), hosted)
+            return list(dict.fromkeys(forms_of(numbers, some, hosted)))
 
         how = {"search": self._searched, "solution": lambda each: each[1], "estimates": self._estimates}
-        how |= {"limit": self._limit, "is_timed": self.seconds is not None}
+        how |= {"limit": self._limit, "is_timed": self.seconds is not None, "margin": MARGIN if self.remat == "fit" else 0.0}
 
         def explored(first: Form, forms: Callable[[], list[Form]]) -> Exploration[Found]:
-            return Exploration(first, forms, **how, always=[replace(first, microbatches=each) for each in more])
+            def always() -> list[Form]:
+                return [replace(first, microbatches=each) for each in more] + [replace(first, again=each) for each in self._half_of_loops]
+
+            return Exploration(first, forms, **how, always=always)
 
         self.explorations = [explored(first, forms)]
         if self.remat == "replace" and (anew := list(chain(*self._options))):
@@ -225,6 +229,16 @@ class Attempts:
         options = [Options(traced, facts, device, hosts) for hosts in kinds]
         found = [each.replaced if self.remat == "replace" else each.all for each in options]
         return [[replace(remat, mode=self.remat or "") for remat in each] for each in found]
+
+    @cached_property
+    def _half_of_loops(self) -> list[Remat]:
+        """The recomputation that keeps about half of what loops keep; [] where there are no loops, or it is not asked for."""
+        traced = self.asked.traced
+        if self.remat not in ("fit", "auto") or traced.stages > 1 or not any(op.primitive == "scan" for op in traced.graph.walk()):
+            return []
+        loops = [each for each in chain(*self._options) if each.loops and not each.hosted_bytes]
+        half = sum(each.kept_bytes + each.plain_bytes for each in loops[-1:]) / 2
+        return sorted(loops, key=lambda each: abs(each.kept_bytes - half))[:1]
 
     @property
     def _whole(self) -> Traced | None:

@@ -1,11 +1,12 @@
-"""Which forms of a step are searched: numbers of microbatches, recomputations, and what is in the memory of hosts, where memory binds.
+"""Which forms of a step are searched: numbers of microbatches, recomputations, and what is in the memory of hosts.
 
-The fastest strategy of the step as it is, whatever it holds, is found first. Where it fits, nothing else can be faster. Where it does
-not, each other form is estimated from it: the time of what runs again and of what each microbatch repeats, the bytes of what is not kept.
-The form that promises to be fastest of those that may fit is searched next, again of whatever it holds, and so on, as long as one promises
-to be faster than what was found; each answer corrects the estimates. Since smaller arrays may be in fast memory, which estimates do not
-know, the next larger number of microbatches is searched once more than they promise. At last the forms whose fastest strategies are faster,
-but hold too much, are searched within the limit: that takes longest, and gains least.
+The fastest strategy of the step as it is, whatever it holds, is found first. Each other form is estimated from it: the time of what runs
+again and of what each microbatch repeats, the bytes of what is not kept. The form that promises to be fastest of those that may fit is
+searched next, again of whatever it holds, and so on, as long as one promises to be faster than what was found; each answer corrects the
+estimates. So nothing else is searched where the step as it is fits. Two things are faster than estimates promise, so that one form more is
+searched for each: what a loop keeps is copied, and may take less time to compute again; and smaller arrays may be in fast memory, so that
+the next larger number of microbatches is tried where several are best. At last the forms whose fastest strategies are faster, but hold too
+much, are searched within the limit: that takes longest, and gains least.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Exploration(Generic[Found]):
         solution: of what a search finds.
         estimates: from what a search of a form finds.
         limit: bytes that a device may hold.
-        always: forms that are searched whatever they promise.
+        always: makes the forms that are searched whatever they promise.
+        margin: of the first form's time, that another recomputation must gain where the first form fits.
         is_timed: whether a search ends since its share of the time is over.
         free: by form what was found without a limit.
         found: by form what was found that fits.
@@ -70,7 +72,8 @@ class Exploration(Generic[Found]):
     solution: Callable[[Found], Solution]
     estimates: Callable[[Form, Found], Estimates]
     limit: float
-    always: Sequence[Form] = ()
+    always: Callable[[], Sequence[Form]] = tuple
+    margin: float = 0.0
     is_timed: bool = False
     free: dict[Form, Found] = field(default_factory=dict)
     found: dict[Form, Found] = field(default_factory=dict)
@@ -89,7 +92,7 @@ class Exploration(Generic[Found]):
         free = self.search(self.first, False)
         is_early = bool(self.solution(free).stats.get("ended_early"))
         if self._fits(free):
-            if not self.always or is_early:
+            if is_early or not self.always():
                 return self._improved(free) if is_early and self.is_timed else free
             self.found[self.first] = free
         self.free[self.first] = free
@@ -107,7 +110,14 @@ class Exploration(Generic[Found]):
         if not self.found:
             assert failure is not None, "where nothing is found, the first form is searched within the limit"
             raise failure if isinstance(failure, NothingFasterError) else self._refusal(failure)
-        return min(self.found.values(), key=self._seconds)
+        return self._fastest()
+
+    def _fastest(self) -> Found:
+        """The fastest that was found; where the first form fits, nothing is computed again for less than `margin`."""
+        best = min(self.found, key=lambda form: self._seconds(self.found[form]))
+        if self.first in self.found and self._seconds(self.found[best]) > (1 - self.margin) * self._seconds(self.found[self.first]):
+            best = min((form for form in self.found if form.again == self.first.again), key=lambda form: self._seconds(self.found[form]))
+        return self.found[best]
 
     def _improved(self, found: Found) -> Found:
         """The better of what was found in a part of the time, and what is found in the rest of it."""
@@ -121,7 +131,7 @@ class Exploration(Generic[Found]):
 
     def _explore(self, forms: list[Form], estimates: Estimates) -> None:
         """Searches the forms that are always searched and those that promise most, of whatever they hold."""
-        every, always = [self.first, *forms], [form for form in self.always if form in forms]
+        every, always = [self.first, *forms], [form for form in self.always() if form in forms]
         for _ in range(TRIES + len(always)):
             wanted = [form for form in always if form in forms]
             form = wanted[0] if wanted else self._next(forms, estimates, every)
@@ -158,6 +168,8 @@ class Exploration(Generic[Found]):
             return min(faster, key=estimates.time)
         if self.found:
             best = min(self.found, key=lambda form: self._seconds(self.found[form]))
+            if best.microbatches == self.first.microbatches:
+                return None
             alike = [form for form in every if (form.again, form.hosted) == (best.again, best.hosted)]
             more = min((form for form in alike if form.microbatches > best.microbatches), key=lambda form: form.microbatches, default=None)
             return more if more in fit else None

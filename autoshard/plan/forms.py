@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+import numpy as np
+
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes, format_percent
 
@@ -66,6 +68,7 @@ class Estimates:
         adding_seconds: of adding up gradients of one microbatch more.
         devices: how many share what is computed again.
         host_bytes_per_second: of a device's link to its host.
+        again: what recomputations add to the step time, as it was found: their seconds on one device, ascending, and what they add.
     """
 
     seconds: float
@@ -77,6 +80,7 @@ class Estimates:
     adding_seconds: float
     devices: float
     host_bytes_per_second: float
+    again: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
 
     def time(self, form: Form) -> float:
         """Seconds of a step in this form."""
@@ -93,8 +97,8 @@ class Estimates:
         missed = seconds - self.time(form)
         if form.microbatches > self.of.microbatches:
             return replace(self, adding_seconds=max(0.0, self.adding_seconds + missed / (form.microbatches - self.of.microbatches)))
-        if form.again is not None and form.again.seconds and form.microbatches == self.of.microbatches:
-            return replace(self, devices=self.devices / max(0.1, 1 + missed * self.devices / form.again.seconds))
+        if form.again is not None and form.again.seconds and not form.again.hosted_bytes:
+            return replace(self, again=tuple(sorted({**dict(self.again), form.again.seconds: self._again(form.again) + missed}.items())))
         return self
 
     def within(self, least: float) -> Estimates:
@@ -106,6 +110,11 @@ class Estimates:
         hosted = self.state_bytes if form.hosted else 0.0
         again = 0.0
         if form.again is not None:
-            again, hosted = form.again.seconds / self.devices, hosted + form.again.hosted_bytes / self.devices
+            again, hosted = self._again(form.again), hosted + form.again.hosted_bytes / self.devices
         transfers = 2 * hosted / self.host_bytes_per_second if hosted else 0.0
         return (form.microbatches - 1) * self.adding_seconds + again + transfers
+
+    def _again(self, again: Remat) -> float:
+        """What a recomputation adds: between those that were found as a line between them has it, beyond all as much as is computed."""
+        seconds, added = zip(*self.again, strict=True)
+        return float(np.interp(again.seconds, seconds, added)) + max(0.0, again.seconds - seconds[-1]) / self.devices

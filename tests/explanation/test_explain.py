@@ -2,6 +2,7 @@
 
 import doctest
 import math
+import re
 from dataclasses import replace
 
 import jax
@@ -19,7 +20,7 @@ from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp,
 from autoshard.lower import jax_mesh
 from autoshard.render import Table, to_text
 from autoshard.search import DataParallel, FullySharded
-from autoshard.strategy import SearcherRecord, TensorRecord
+from autoshard.strategy import SearcherRecord, TensorRecord, Tried
 
 MESHES = [Mesh.of({"data": 8}), Mesh.of({"data": 4, "model": 2}), Mesh.of({"data": 2, "model": 2, "third": 2})]
 
@@ -99,6 +100,15 @@ def test_new_values_that_take_memory_of_their_own_are_mentioned():
     assert "--donate" not in to_text(explain(EXAMPLE, details=True))
     text = to_text(explain(replace(EXAMPLE, donate_argnums=()), details=True))
     assert "No argument is donated, so both are held" in " ".join(text.split())
+
+
+def test_the_forms_that_were_compared_show_in_the_details():
+    """Each with what was estimated and found; nothing where there was one form."""
+    taken = Tried("2 microbatches", "taken", 0.25, 2e9, 0.125, 1e9)
+    trail = taken, Tried("8 microbatches", "not searched: estimated to be slower", 0.5, 5e8)
+    text = to_text(explain(replace(EXAMPLE, trail=trail), details=True))
+    assert re.search(r"2 microbatches +250 ms +2.00 GB +125 ms +1.00 GB +taken", text)
+    assert "estimated to be slower" in text and "Forms of the step" not in to_text(explain(EXAMPLE, details=True))
 
 
 def test_the_report_has_every_section_with_the_records_numbers():

@@ -73,6 +73,54 @@ def test_the_best_of_all_products_is_found(each_microbatch, limit):
     assert len(costs.asked) <= 8 and [limited for _, limited in costs.asked] == sorted(limited for _, limited in costs.asked)
 
 
+def test_the_next_larger_number_of_microbatches_is_searched_too():
+    """Smaller arrays may be in fast memory, which no estimate says: where several microbatches are best, twice as many are tried."""
+    costs = Costs(1.0)
+    slow, costs.free = costs.free, lambda form: (10.5, slow(form)[1]) if form == Form(4) else slow(form)
+    assert costs.explored(61.0)[0] == 10.5
+
+
+def test_half_of_what_loops_keep_is_computed_again_even_where_all_fits():
+    """What takes less time is found, if it gains more than predictions are wrong by; as little of what is asked for is enough."""
+    costs = Costs()
+    for seconds, margin, expected in ((8.0, 0.1, 8.0), (9.5, 0.1, 10.0), (9.5, 0.0, 9.5)):
+        exploration = costs.exploration(100.0, lambda form, _, s=seconds: (s, 60.0) if form == Form(again=HALF) else costs.free(form))
+        exploration.always, exploration.margin = lambda: [Form(again=HALF)], margin
+        assert exploration.best()[0] == expected
+        trail = exploration.trail(Form(again=HALF))
+        assert (trail[0].outcome, trail[0].seconds, trail[0].peak_bytes) == ("taken", seconds, 60.0)
+
+
+def test_estimates_go_through_what_was_found():
+    """Between two recomputations on a line, beyond both by what is computed; of several microbatches what is missed is due to these."""
+    estimates = Estimates(10.0, 100.0, Form(), 20.0, 20.0, 10.0, 0.1, 8, 1.0).corrected(Form(again=HALF), 6.0)
+    assert [estimates.time(Form(again=each)) for each in (None, HALF, FULL)] == [10.0, 6.0, 8.0]
+    assert estimates.corrected(Form(3, HALF), 16.0).time(Form(2)) == 15.0
+
+
+def test_the_trail_says_what_became_of_each_form():
+    """What was searched with its figures, and of the others what was estimated and why that was enough; in one sentence, too."""
+    costs = Costs(0.5)
+
+    def search(form: Form, limited: bool) -> tuple[float, float]:
+        if limited:
+            raise InfeasibleError("nothing fits.", 90.0)
+        return costs.free(form)
+
+    exploration = costs.exploration(61.0, search)
+    assert (exploration.trail(Form()), exploration.sentence(Form())) == ((), "")
+    assert exploration.best() == (10.5, 60.0)
+    trail = {each.form: each for each in exploration.trail(Form(2))}
+    assert next(iter(trail)) == "1 microbatch" and trail["1 microbatch"].outcome == "does not fit"
+    assert (trail["2 microbatches"].outcome, trail["2 microbatches"].estimated_seconds) == ("taken", 10.1)
+    assert trail["4 microbatches"].outcome == "slower" and trail["4 microbatches"].seconds == 11.5
+    left = trail["1 microbatch, 50 % of activations kept"]
+    assert (left.outcome, left.seconds, left.estimated_seconds) == ("not searched: estimated to be slower", None, 11.0)
+    assert exploration.sentence(Form(2)) == (
+        "compared 1 to 4 microbatches with and without recomputation, 3 of 9 forms by a search: 2 microbatches is fastest within 61 B"
+    )
+
+
 def test_a_step_without_microbatches_is_computed_again():
     """A form that there is not leaves out those like it."""
     costs = Costs(0.05, refuses=2)

@@ -16,7 +16,7 @@ from strategy_records import EXAMPLE, HALF, PIPELINED, records
 from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError
 from autoshard.ir import Placement, ServedOp
-from autoshard.strategy import from_json, load_record, save_record, to_json
+from autoshard.strategy import Tried, from_json, load_record, save_record, to_json
 from autoshard.strategy.file import MAX_BYTES, WIDTH
 
 TEXT = to_json(EXAMPLE)
@@ -52,6 +52,15 @@ def test_a_placement_is_saved_and_may_be_missing():
         from_json(text.replace('"dims": [1, 0]', '"dims": [1, 1]'))
     with pytest.raises(StrategyError, match="topology"):
         from_json(text.replace('"topology": [2, 4], "dims": [1, 0]', '"topology": [8], "dims": [0]'))
+
+
+def test_the_forms_that_were_compared_are_saved():
+    """With the figures that are known; a file without them is read as one of a search of one form."""
+    trail = (Tried("2 microbatches", "taken", 0.2, 2e9, 0.1, 1e9), Tried("1 microbatch", "does not fit", seconds=0.05, peak_bytes=4e9))
+    text = to_json(replace(EXAMPLE, trail=trail))
+    assert from_json(text).trail == trail and from_json(TEXT).trail == () and '"trail"' not in TEXT
+    with pytest.raises(StrategyError, match="trail"):
+        from_json(text.replace('"outcome": "taken"', '"outcome": 3'))
 
 
 def test_a_pipeline_is_saved_with_the_strategy_of_each_stage():
