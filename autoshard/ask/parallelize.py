@@ -248,7 +248,7 @@ def parallelize(
     progress: Progress | bool = True,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
-    confirm: str | Confirm | None = None,
+    confirm: str | Confirm | bool | None = None,
     microbatches: Microbatches = "fit",
     remat: str | None = "fit",
     offload: str | None = None,

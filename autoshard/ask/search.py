@@ -54,7 +54,7 @@ def search(
     progress: Progress | bool = silent,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
-    confirm: str | Confirm | None = None,
+    confirm: str | Confirm | bool | None = None,
     microbatches: Microbatches = "fit",
     remat: str | None = "fit",
     offload: str | None = None,
@@ -99,7 +99,9 @@ def search(
             which the search is repeated, and ``cost`` has the compiler's step time and peak. ``"devices"`` runs them on the program's
             devices, on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be
             confirmed, ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and
-            where nothing is predicted to fit, but nearly, that is compiled (`autoshard.plan.rounds`). None: the prediction decides.
+            where nothing is predicted to fit, but nearly, that is compiled (`autoshard.plan.rounds`). None: the prediction decides; but
+            of a plan that takes more than 80 % of the memory limit, a compiler that is installed for the cluster's accelerators is asked
+            once whether it fits, and where not the search is repeated within less. False: nobody is asked.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where memory binds as many as make the step fastest;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
@@ -149,7 +151,7 @@ def search(
         cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, batch_axes=batch_axes, batch=batch, memory_limit_bytes=memory_limit_bytes,
         donate_argnums=donate_argnums, time_limit_seconds=time_limit_seconds, interruptible=interruptible, confirm=confirm,
         microbatches=microbatches, remat=remat, offload=offload, stages=stages, schedule=schedule, plan=plan, start=start, kernels=kernels,
-        balance=balance, padding=padding,
+        balance=balance, padding=padding, asks=confirm is None,
     )  # fmt: skip
     return Strategy.of(answered(fn, args, request, progress))
 

@@ -84,11 +84,11 @@ def add(commands) -> None:
     )
     parser.add_argument(
         "--confirm",
-        choices=("compiler", "devices"),
+        choices=("compiler", "devices", "off"),
         nargs="?",
         const="compiler",
         help="compile the three best strategies for the cluster, without its devices, and take the fastest of those that fit; "
-        "devices: run them on this machine's devices instead",
+        "devices: run them on this machine's devices instead; off: no compiler is asked, not even of a plan near the memory limit",
     )
     parser.add_argument(
         "--microbatches",
@@ -205,7 +205,8 @@ def run(options: argparse.Namespace) -> int:
             of_time["plan"] = "full" if options.full else "sharding"
             if options.like:
                 of_time["start"] = autoshard.Strategy(record_of(options.like))
-            strategy = autoshard.search(function, *arguments, confirm=options.confirm, **of_time, **asked)
+            of_time["confirm"] = False if options.confirm == "off" else options.confirm
+            strategy = autoshard.search(function, *arguments, **of_time, **asked)
         else:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, **asked)
     if options.like:

@@ -47,13 +47,15 @@ class Confirm:
             raise SearcherError(f"finalists is a whole number from 1 up, got {self.finalists!r}. 3 are usual.")
 
 
-def confirm_of(confirm: str | Confirm | None) -> Confirm | None:
-    """How to confirm, of what a user gives.
+def confirm_of(confirm: str | Confirm | bool | None) -> Confirm | None:
+    """How to confirm, of what a user gives; None and False: the prediction decides.
 
     Raises:
         SearcherError: it is nothing of the kind.
     """
-    return confirm if confirm is None or isinstance(confirm, Confirm) else Confirm(confirm)
+    if confirm is None or confirm is False:
+        return None
+    return confirm if isinstance(confirm, Confirm) else Confirm(confirm)  # pyright: ignore[reportArgumentType]
 
 
 def confirmed(board: Board, how: Confirm) -> Plan:

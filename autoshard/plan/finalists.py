@@ -110,6 +110,11 @@ class Board:
             raise OutOfTime("the time that confirming was given is over.")
 
 
+def needed_bytes(found: Finalist) -> float | None:
+    """The bytes that a finalist needs as compiled, fragmentation included where the compiler says it; None: unknown."""
+    return max((known for known in (found.needed_bytes, found.peak_bytes) if known is not None), default=None)
+
+
 def in_words(error: Exception) -> str:
     """The beginning of an error's message as one line that a file and a terminal can show."""
     text = " ".join(str(error).split()) or type(error).__name__

@@ -25,7 +25,7 @@ from autoshard.errors import ClusterError
 from autoshard.verify import COMPILERS, compiled_topology
 
 VARIABLE = "AUTOSHARD_CORRECTIONS"
-"""The environment variable that names another folder; ``off`` keeps and uses none."""
+"""The environment variable that names another folder; ``off`` keeps and uses none, and no compiler is asked that was not asked for."""
 SCHEMA = 1
 MOST = 10_000  # about 2 MB
 
@@ -67,11 +67,16 @@ def keep_corrections(cluster: Cluster, corrections: Corrections) -> tuple[str, .
     return ()
 
 
+def is_switched_off() -> bool:
+    """Whether searches are to learn nothing of compilers by themselves."""
+    return os.environ.get(VARIABLE, "").lower() in ("off", "0")
+
+
 def _path(cluster: Cluster) -> Path | None:
     """The file of a cluster's device and compiler; None where none is kept: it is switched off, or no compiler estimates cycles."""
-    given = os.environ.get(VARIABLE, "")
-    if given.lower() in ("off", "0"):
+    if is_switched_off():
         return None
+    given = os.environ.get(VARIABLE, "")
     try:
         compiler = COMPILERS[compiled_topology(cluster).platform]
     except ClusterError:

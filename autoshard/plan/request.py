@@ -37,6 +37,7 @@ class Request:
         asked: pins, batch axes and batch.
         seconds: the time limit; None: there is none.
         rewriting: kernels, balance and padding.
+        asks: whether a compiler is asked once of a plan near the memory limit that nobody confirms.
     """
 
     cluster: Cluster | str | Path | None
@@ -56,6 +57,7 @@ class Request:
     plan: str
     start: Plan | None
     rewriting: Rewriting
+    asks: bool = False
 
     @classmethod
     def of(
@@ -66,7 +68,7 @@ class Request:
         batch_axes: str | Sequence[str] | None,
         batch: Batch,
         time_limit_seconds: float | None,
-        confirm: str | Confirm | None,
+        confirm: str | Confirm | bool | None,
         kernels: str | None,
         balance: float | None,
         padding: bool | Padding,

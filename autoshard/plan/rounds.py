@@ -19,7 +19,7 @@ from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.errors import ClusterError, CompilerError, InfeasibleError, SearchLimitError
 from autoshard.plan.compiled_finalists import MARGIN, finalist_compiler_of
 from autoshard.plan.confirm import Confirm, confirmed, noted, plan_of
-from autoshard.plan.finalists import Board
+from autoshard.plan.finalists import Board, needed_bytes
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import RESERVE
 from autoshard.progress import Progress, part
@@ -200,13 +200,8 @@ def _told(board: Board, is_best: bool) -> list[Finalist]:
 def _refused(boards: list[Board]) -> list[tuple[float, float]]:
     """Predicted peaks, and what they need, of the plans that do not fit as compiled, where that is known."""
     plans = [plan for board in boards for plan in zip(board.strategies, board.found, strict=True)]
-    known = ((each.cost.peak_bytes, _needed(found)) for each, found in plans if found.outcome == "does not fit")
+    known = ((each.cost.peak_bytes, needed_bytes(found)) for each, found in plans if found.outcome == "does not fit")
     return [(predicted, needed) for predicted, needed in known if needed is not None]
-
-
-def _needed(found: Finalist) -> float | None:
-    """The bytes that a finalist needs as compiled, fragmentation included where the compiler says it; None: unknown."""
-    return max((known for known in (found.needed_bytes, found.peak_bytes) if known is not None), default=None)
 
 
 def as_compiled(record: Record, board: Board) -> Record:

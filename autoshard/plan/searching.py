@@ -11,6 +11,7 @@ from typing import Any
 
 from autoshard.compilers.corrections import Corrections
 from autoshard.plan.agreement import agreed, finalists_of_process_0
+from autoshard.plan.asking import asked_once
 from autoshard.plan.attempts import Attempts, Whole
 from autoshard.plan.attention_notes import attention_notes
 from autoshard.plan.confirm import noted
@@ -37,21 +38,34 @@ from autoshard.trace import outside_mesh
 def answered(fn: Callable, args: tuple, request: Request, progress: Progress | bool = silent) -> Plan:
     """The best strategy that a request's searcher finds; in several processes the one that process 0 finds."""
     with shown(progress) as callback, outside_mesh(keep_auto=True):
-        once = fn if isinstance(fn, TracedOnce) else TracedOnce(fn)
+        once, started = fn if isinstance(fn, TracedOnce) else TracedOnce(fn), time.perf_counter()
+        strategy, one = _answered(once, args, request, callback)
+        if request.asks and request.confirm is None:
+            left = None if request.seconds is None else max(request.seconds - (time.perf_counter() - started), 0.0)
 
-        def searched(one: TracedOnce, seconds: float | None, progress: Progress, least: float) -> Plan:
-            return _searched(one, args, request.within(seconds, None), progress, least)
+            def again(within: float) -> Plan:
+                return _answered(once, args, replace(request.within(left, None), memory_limit_bytes=within), callback)[0]
 
-        share = 1.0 if request.confirm is None else SEARCHING
-        found = fastest_variant(once, args, request, searched, part(callback, 0.0, share))
-        if isinstance(found, TracedOnce):
-            return _with_notes(_searched(found, args, request, callback), request)
-        strategy, one = found
-        if request.confirm is None:
-            return _with_notes(strategy, request)
-        left = None if request.seconds is None else request.seconds * (1 - SEARCHING)
-        confirmed = _searched(one, args, request.within(left, request.confirm), part(callback, share, 1 - share))
-        return _with_notes(confirmed, request)
+            limits = limit_of(cluster_of(request.cluster), request.memory_limit_bytes), request.memory_limit_bytes
+            strategy = asked_once(strategy, one, args, *limits, left, callback, again)
+        return _with_notes(strategy, request)
+
+
+def _answered(once: TracedOnce, args: tuple, request: Request, progress: Progress) -> tuple[Plan, TracedOnce]:
+    """The best strategy, and the variant of the program that it is for."""
+
+    def searched(one: TracedOnce, seconds: float | None, progress: Progress, least: float) -> Plan:
+        return _searched(one, args, request.within(seconds, None), progress, least)
+
+    share = 1.0 if request.confirm is None else SEARCHING
+    found = fastest_variant(once, args, request, searched, part(progress, 0.0, share))
+    if isinstance(found, TracedOnce):
+        return _searched(found, args, request, progress), found
+    strategy, one = found
+    if request.confirm is None:
+        return strategy, one
+    left = None if request.seconds is None else request.seconds * (1 - SEARCHING)
+    return _searched(one, args, request.within(left, request.confirm), part(progress, share, 1 - share)), one
 
 
 def _with_notes(strategy: Plan, request: Request) -> Plan:
