@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from autoshard.ask.strategy import Strategy
 from autoshard.ask.verification import peak_bytes_of
@@ -90,4 +91,4 @@ def searched_again(
 
 def is_whole(args: Any) -> bool:
     """Whether no array of the arguments was used up."""
-    return not any(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in jax.tree.leaves(args))
+    return not any(isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted() for x in jax.tree.leaves(args))
