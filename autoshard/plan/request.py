@@ -83,7 +83,8 @@ class Request:
         Raises:
             AutoshardError: an option is none of its values, or does not go with another.
         """
-        chosen = searcher_of(searcher)
+        chosen, mesh = searcher_of(searcher), others["mesh"]
+        axes = () if mesh is None or isinstance(mesh, int) else given_mesh(mesh).sizes
         request = cls(
             searcher=chosen,
             asked=replace(Asked.of(pins, batch_axes, batch), padding=padding if isinstance(padding, Padding) else Padding()),
@@ -93,7 +94,7 @@ class Request:
             remat=checked_remat(remat),
             offload=checked_offload(offload, remat),
             start=checked(start, chosen),
-            rewriting=Rewriting.of(kernels, balance, padding),
+            rewriting=Rewriting.of(kernels, balance, padding, axes),
             **others,
         )
         is_pipeline = request.is_pipeline

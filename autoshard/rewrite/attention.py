@@ -26,11 +26,13 @@ class FusedAttention:
         kernel: the name of the implementation.
         places: what is replaced, in words: one for each attention, that of a backward pass apart.
         interpret: whether the kernel runs as operations of JAX, on any device.
+        parts: what divides the kernel's heads of keys, which are repeated where they are fewer.
     """
 
     kernel: str
     places: tuple[str, ...]
     interpret: bool = False
+    parts: int = 1
     kind: ClassVar[str] = "fused_attention"
 
     def apply(self, traced: Traced) -> Traced:
@@ -39,7 +41,7 @@ class FusedAttention:
         Raises:
             TraceError: its attention is not that for which this was made.
         """
-        made = fused(traced, IMPLEMENTATIONS[self.kernel], self.interpret)
+        made = fused(traced, IMPLEMENTATIONS[self.kernel], self.interpret, self.parts)
         if made.places != self.places:
             raise TraceError(
                 f"a strategy with fused attention is of a program with attention in {len(self.places)} places, "
@@ -50,7 +52,8 @@ class FusedAttention:
 
     def json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {"kernel": self.kernel, "places": list(self.places), **({"interpret": True} if self.interpret else {})}
+        chosen = {"interpret": self.interpret, "parts": self.parts if self.parts > 1 else 0}
+        return {"kernel": self.kernel, "places": list(self.places), **{name: value for name, value in chosen.items() if value}}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
@@ -61,11 +64,12 @@ class FusedAttention:
         """
         if fields["kernel"] not in IMPLEMENTATIONS:
             raise ValueError(f"kernel is one of {', '.join(IMPLEMENTATIONS)}, got {fields['kernel']!r}")
-        return cls(fields["kernel"], tuple(fields["places"]), bool(fields.get("interpret", False)))
+        return cls(fields["kernel"], tuple(fields["places"]), bool(fields.get("interpret", False)), int(fields.get("parts", 1)))
 
     def describe(self) -> str:
         """What it does, in a sentence without a full stop."""
-        return f"attention runs in {self.kernel}: {'; '.join(dict.fromkeys(self.places))}"
+        heads = f", with its key heads repeated so that {self.parts} devices divide them" if self.parts > 1 else ""
+        return f"attention runs in {self.kernel}{heads}: {'; '.join(dict.fromkeys(self.places))}"
 
 
 def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequence[FusedAttention]:
@@ -73,5 +77,9 @@ def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequenc
     name = compiler_of(cluster).fused_attention
     if rewriting.kernels != "auto" or not name:
         return ()
-    places = fused(traced, IMPLEMENTATIONS[name]).places
-    return (FusedAttention(name, places),) if places else ()
+    made = fused(traced, IMPLEMENTATIONS[name])
+    if not made.places:
+        return ()
+    axes = dict.fromkeys(rewriting.axes or (cluster.n_devices,))
+    repeated = [n for n in axes if n > 1 and fused(traced, IMPLEMENTATIONS[name], parts=n).repeats > 1]
+    return *(FusedAttention(name, made.places, parts=n) for n in repeated), FusedAttention(name, made.places)

@@ -6,6 +6,7 @@ independent. Kernels are mapped over the batch dimensions, so that each is an ax
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -205,18 +206,41 @@ def _estimate(work: Kernel, share: float) -> Any:
 
 
 def layouts(sizes: Sequence[int], order: Sequence[int], groups: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
-    """A function that splits an array into dimensions of these sizes, orders them, and merges so many in turn."""
+    """A function that splits an array into dimensions of these sizes, orders them, and merges so many in turn.
+
+    Those that stay together are never taken apart, since what is sharded over both would not be.
+    """
+    runs: list[list[int]] = []  # of source dimensions, in the order of the result
+    starts = [*itertools.accumulate(groups, initial=0)]
+    for at, dim in enumerate(order):
+        if runs and at not in starts and runs[-1][-1] == dim - 1:
+            runs[-1].append(dim)
+        else:
+            runs.append([dim])
+    source = sorted(runs)
+    merged = [math.prod(sizes[dim] for dim in order[at : at + count]) for at, count in zip(starts, groups, strict=False)]
 
     def arranged(x: jax.Array) -> jax.Array:
-        x = _reshaped(x, sizes)
-        x = x if list(order) == list(range(len(order))) else x.transpose(order)
-        merged, at = list[int](), 0
-        for count in groups:
-            merged.append(math.prod(x.shape[at : at + count]))
-            at += count
+        x = _reshaped(x, [math.prod(sizes[dim] for dim in run) for run in source])
+        places = [source.index(run) for run in runs]
+        x = x if places == sorted(places) else x.transpose(places)
         return _reshaped(x, merged)
 
     return arranged
+
+
+def repeated(x: jax.Array, axis: int, times: int) -> jax.Array:
+    """An array with each slice along an axis so many times in turn: devices look up those that they have."""
+    return x if times == 1 else jnp.take(x, np.arange(x.shape[axis] * times) // times, axis=axis)
+
+
+def unrepeated(x: jax.Array, axis: int, times: int) -> jax.Array:
+    """The sums of so many slices in turn along an axis, as a product, of which devices add up their parts."""
+    if times == 1:
+        return x
+    which = np.arange(x.shape[axis])[:, None] // times == np.arange(x.shape[axis] // times)[None, :]
+    kept = jnp.tensordot(x, which.astype(x.dtype), ((axis,), (0,)), precision="highest", preferred_element_type=jnp.float32)
+    return jnp.moveaxis(kept, -1, axis).astype(x.dtype)
 
 
 def _reshaped(x: jax.Array, shape: Sequence[int]) -> jax.Array:

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 
 from autoshard.ir.kernel import Kernel
 from autoshard.recompute.flat import Atom
-from autoshard.rewrite.attention_kernels import Implementation, Problem, estimated, layouts
+from autoshard.rewrite.attention_kernels import Implementation, Problem, estimated, layouts, repeated, unrepeated
 from autoshard.rewrite.attention_match import Attention, Refused, attentions
 from autoshard.rewrite.attention_roles import Operand, Roles
 from autoshard.rewrite.dimensions import Labels, flattened
@@ -50,6 +50,7 @@ class Fused:
         left: what looks like attention and stays, with the reasons.
         shapes: of the scores that are in kernels.
         work: that of each kernel, and how often it runs in a step.
+        repeats: how often a key head is repeated at most.
     """
 
     written: Traced
@@ -58,6 +59,7 @@ class Fused:
     left: tuple[str, ...]
     shapes: frozenset[tuple[int, ...]] = frozenset()
     work: tuple[tuple[Kernel, int], ...] = ()
+    repeats: int = 1
 
     @cached_property
     def traced(self) -> Traced:
@@ -65,12 +67,12 @@ class Fused:
         return self.written if self.jaxpr is None else rebuilt(self.written, self.jaxpr, self.written.microbatches)
 
 
-def fused(traced: Traced, implementation: Implementation, interpret: bool = False) -> Fused:
-    """The program with its attention in kernels."""
+def fused(traced: Traced, implementation: Implementation, interpret: bool = False, parts: int = 1) -> Fused:
+    """The program with its attention in kernels, whose heads of keys so many devices divide, repeated where they are fewer."""
     used_elsewhere: set[int] = set()
     while True:
         root = program(traced.jaxpr)
-        fusing = _Fusing(root, Wiring.of(root), implementation, interpret, used_elsewhere)
+        fusing = _Fusing(root, Wiring.of(root), implementation, interpret, used_elsewhere, parts)
         fusing.run()
         if not fusing.done:
             return Fused(traced, None, (), tuple(fusing.left))
@@ -82,7 +84,7 @@ def fused(traced: Traced, implementation: Implementation, interpret: bool = Fals
         if not used:
             places = tuple(words for _, words in fusing.done.values())
             shapes = frozenset(shape for attention, _ in fusing.done.values() for shape in attention.region.shapes())
-            return Fused(traced, made, places, tuple(fusing.left), shapes, tuple(fusing.work))
+            return Fused(traced, made, places, tuple(fusing.left), shapes, tuple(fusing.work), fusing.repeats)
         used_elsewhere |= used
 
 
@@ -100,6 +102,8 @@ class _Fusing:
 
     Attributes:
         used_elsewhere: the numbers of attentions that stay, since something else reads their scores.
+        parts: what divides the kernels' heads of keys.
+        repeats: how often a key head is repeated at most.
         done: what was replaced, by number, with its place in words.
         left: what stays, with the reasons.
         work: that of the kernels, and how often each runs.
@@ -110,11 +114,13 @@ class _Fusing:
     implementation: Implementation
     interpret: bool
     used_elsewhere: set[int]
+    parts: int = 1
     done: dict[int, tuple[Attention, str]] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     work: list[tuple[Kernel, int]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
     kernels: dict[Problem, _Kernel] = field(default_factory=dict)
+    repeats: int = 1
 
     def run(self) -> None:
         """Replaces what can be replaced."""
@@ -148,7 +154,8 @@ class _Fusing:
         first = found.output
         scope = self.wiring.home[first.result[0]] if first is not None else behind
         assert scope is not None
-        roles = Roles.of(self.wiring, found, behind is not None)
+        roles = Roles.of(self.wiring, found, behind is not None, self.parts)
+        self.repeats = max(self.repeats, roles.times)
         kernel = self._kernel(roles.problem)
         forward, like = _Placed(self, roles, scope), (first or exits[0]).eqn
         inputs = forward.inputs(like)
@@ -261,14 +268,15 @@ class _Placed:
     def entered(self, operand: Operand, roles: Sequence[str], like: JaxprEqn, factor: float) -> Atom:
         """An operand in the kernel's layout and type, scaled."""
         var, labels = self._reached(operand[0]), flattened(operand[1])
-        dims = [*((each,) for each in self.roles.batch), *(self.roles.dimensions[role] for role in roles)]
+        dims, at = self.roles.groups(roles), len(self.roles.batch) - 1
+        times = 1 if "group" in roles else self.roles.times
         order = [labels.index(d) for group in dims for d in group]
         arranged = layouts([d.size for d in labels], order, [len(group) for group in dims])
         dtype = self.roles.problem.dtype
 
         def function(x: jax.Array) -> jax.Array:
             x = x if factor == 1.0 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) * np.float32(factor)
-            return arranged(x.astype(dtype))
+            return repeated(arranged(x.astype(dtype)), at, times)
 
         return self._called(function, var, like)
 
@@ -282,7 +290,8 @@ class _Placed:
         def function(x: jax.Array) -> jax.Array:
             x = x.reshape([d.size for d in own]).transpose(order)
             x = x if nonzero is None else (x != 0) == nonzero
-            return x.astype(jnp.int32).reshape(shape)
+            x = x.astype(jnp.int32).reshape(shape)
+            return repeated(x, len(shape) - 2, self.roles.times) if len(shape) > 1 and shape[-2] != 1 else x
 
         return self._called(function, self._reached(var), like)
 
@@ -313,14 +322,15 @@ class _Placed:
         """Puts a result of a kernel in the place of what it replaces."""
         (var, labels), roles = result, self.roles
         own = roles.own(labels)
-        now = [*roles.batch, *(d for role in own for d in roles.dimensions[role])]
+        now = [d for dims in roles.groups(own) for d in dims]
+        at, times = len(roles.batch) - 1, 1 if "group" in own else roles.times
         order = [now.index(d) for d in flattened(labels)]
         counts = [len(flattened((label,))) for label in labels]
         arranged = layouts([d.size for d in now], order, counts)
 
         def function(x: jax.Array) -> jax.Array:
             x = x if factor == 1.0 else x.astype(jnp.promote_types(x.dtype, jnp.float32)) * np.float32(factor)
-            return arranged(x).astype(dtype_of(var)).reshape(shape_of(var))
+            return arranged(unrepeated(x, at, times)).astype(dtype_of(var)).reshape(shape_of(var))
 
         assert isinstance(made, Var)
         self.scope.renamed[var] = self._called(function, made, like)

@@ -13,7 +13,7 @@ from jax.extend.core import Var
 from autoshard.primitives import is_rearrangement
 from autoshard.rewrite.attention_kernels import Problem
 from autoshard.rewrite.attention_match import Attention
-from autoshard.rewrite.dimensions import Dimension, Labels, Mismatch, backward, flattened, forward
+from autoshard.rewrite.dimensions import Dimension, Label, Labels, Mismatch, backward, flattened, forward, split_dimension
 from autoshard.rewrite.scopes import Wiring, dtype_of, shape_of
 
 Operand = tuple[Var, Labels]
@@ -28,6 +28,8 @@ class Roles:
         q, k, v, cotangent, output, gradients: variables with their labels, of keys and values before they are repeated.
         segments: of queries and of keys: the variable, its labels, and whether keys that are not zero are there, if that is what it says.
         scale: of scores.
+        repeats: of each key head, for devices that are more than key heads: dimensions of the group, which the kernel has with the last of
+            the batch, as heads of keys of their own.
     """
 
     problem: Problem
@@ -41,6 +43,19 @@ class Roles:
     gradients: tuple[Operand | None, Operand | None, Operand | None]
     segments: tuple[tuple[Var, Labels, bool | None], ...]
     scale: float
+    repeats: tuple[Dimension, ...] = ()
+
+    @property
+    def times(self) -> int:
+        """How often the kernel has each key head."""
+        return _size(self.repeats)
+
+    def groups(self, names: Sequence[str]) -> list[tuple[Dimension, ...]]:
+        """The dimensions of one of the kernel's arrays: those of the batch, and then these; of keys before they are repeated."""
+        batch = [(each,) for each in self.batch]
+        if "group" in names and self.repeats:
+            batch[-1] = (*batch[-1], *self.repeats)
+        return [*batch, *(self.dimensions[name] for name in names)]
 
     @property
     def segmented(self) -> tuple[str, ...]:
@@ -58,7 +73,8 @@ class Roles:
         return (*first, width)
 
     @classmethod
-    def of(cls, wiring: Wiring, found: Attention, has_gradients: bool) -> Roles:
+    def of(cls, wiring: Wiring, found: Attention, has_gradients: bool, parts: int = 1) -> Roles:
+        """The roles in an attention, in a kernel whose heads of keys so many devices divide, where its heads are as many."""
         q, k, v = (_narrowed(wiring, each) for each in (found.q, found.k, found.v))
         batch, group, gradients = found.batch, found.group, list(exit and exit.result for exit in found.gradients)
         shared = [_unrepeated(wiring, each, set(batch)) for each in (k, v)]
@@ -71,6 +87,13 @@ class Roles:
             batch = tuple(d for d in batch if d not in repeated)
             group = (*(d for d in flattened((found.batch,)) if d in repeated), *group)
             gradients[1:] = ungrouped
+        output = found.output.result if found.output is not None else q
+        cotangent = _narrowed(wiring, found.backward[3]) if found.backward else q
+        repeats: tuple[Dimension, ...] = ()
+        if parts > 1:
+            q, cotangent = (_before_rearranged(wiring, each) for each in (q, cotangent))
+            output, gradients[0] = (_rearranged(wiring, each) for each in (output, gradients[0]))
+            batch, group, repeats = _for_parts(batch, group, flattened(q[1]), parts)
         roles = {"group": group, "query": found.query, "key": found.key, "width": found.width, "value_width": found.value_width}
         dimensions = {role: flattened((dims,)) for role, dims in roles.items()}
         size = {role: _size(dims) for role, dims in dimensions.items()}
@@ -83,13 +106,58 @@ class Roles:
         dtype = jnp.result_type(*(dtype_of(x) for x, _ in (q, k, v))).name
         has = [{*flattened(labels)} for _, labels, _ in segments]
         named = zip(has, SEGMENTED[len(SEGMENTED) - len(segments) :], strict=True)
-        shapes = tuple((*(d.size if d in own else 1 for d in batch), size[name]) for own, name in named)
+        times = [1] * (len(batch) - 1) + [_size(repeats)] if batch else []
+        shapes = tuple((*(d.size * n if d in own else 1 for d, n in zip(batch, times, strict=True)), size[name]) for own, name in named)
         seen: dict[str, Any] = {"lowest": mask.lowest, "highest": mask.highest, "segments": shapes}
-        sizes: dict[str, Any] = {"batch": tuple(d.size for d in batch), **size}
+        sizes: dict[str, Any] = {"batch": tuple(d.size * n for d, n in zip(batch, times, strict=True)), **size}
         problem = Problem(**sizes, dtype=dtype, **seen, scale=found.scale, softcap=found.softcap)
-        output = found.output.result if found.output is not None else q
-        cotangent = _narrowed(wiring, found.backward[3]) if found.backward else q
-        return cls(problem, batch, dimensions, q, k, v, cotangent, output, tuple(gradients), segments, found.scale)  # type: ignore[arg-type]
+        made = output, tuple(gradients), segments, found.scale, repeats
+        return cls(problem, batch, dimensions, q, k, v, cotangent, *made)  # type: ignore[arg-type]
+
+
+def _for_parts(
+    batch: tuple[Dimension, ...], group: tuple[Dimension, ...], q: Label, parts: int
+) -> tuple[tuple[Dimension, ...], tuple[Dimension, ...], tuple[Dimension, ...]]:
+    """The batch with the key heads last, the group, and the part of it that has key heads of its own, so that parts divide these.
+
+    Key heads come right before the group among the dimensions of queries; they are repeated as little as that takes.
+    """
+    group = flattened((group,))
+    place = q.index(group[0]) if group and group[0] in q else 0
+    heads = q[place - 1] if place else None
+    if heads not in batch or heads.size % parts == 0:
+        return batch, group, ()
+    first = group[0]
+    times = next((n for n in range(2, first.size + 1) if first.size % n == 0 and heads.size * n % parts == 0), 1)
+    if times == 1:
+        return batch, group, ()
+    halves = flattened((split_dimension(first, times),)) if times < first.size else (first,)
+    return (*(d for d in batch if d is not heads), heads), (*halves[1:], *group[1:]), halves[:1]
+
+
+def _before_rearranged(wiring: Wiring, operand: Operand) -> Operand:
+    """An operand before its dimensions were split, merged or ordered."""
+    var, labels = operand
+    while (eqn := wiring.maker.get(var)) is not None and is_rearrangement(eqn.primitive.name):
+        try:
+            ((var, labels),) = backward(eqn, labels)
+        except (Mismatch, ValueError):
+            break
+    return var, labels
+
+
+def _rearranged(wiring: Wiring, result: Operand | None) -> Operand | None:
+    """A result after its dimensions are split, merged or ordered, where nothing reads it before."""
+    if result is None:
+        return None
+    var, labels = result
+    while len(readers := wiring.readers.get(var, ())) == 1 and not (wiring.outputs.get(var) or wiring.entries.get(var)):
+        (eqn,) = readers
+        made = forward(eqn, [labels]) if is_rearrangement(eqn.primitive.name) else None
+        if made is None:
+            break
+        var, labels = eqn.outvars[0], made
+    return var, labels
 
 
 def _size(dimensions: Sequence[Dimension]) -> int:

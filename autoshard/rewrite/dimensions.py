@@ -66,6 +66,12 @@ def _split(each: Dimension, major: int) -> None:
     each.same = (Dimension(major, each.is_free), Dimension(each.size // major, each.is_free))
 
 
+def split_dimension(each: Dimension, major: int) -> Label:
+    """A dimension as two, of which the first has this size."""
+    _split(each, major)
+    return resolved((each,))
+
+
 def unify(one: Labels, other: Labels) -> None:
     """Makes two arrays' dimensions the same.
 

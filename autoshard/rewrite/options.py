@@ -22,14 +22,16 @@ class Rewriting:
         kernels: ``"auto"``: plain attention may become a fused kernel; None: it stays as it is written.
         balance: the load of the fullest expert over the mean that dropless experts are planned for; None: they stay as they are written.
         padding: whether dimensions that do not divide may be padded, and to which sizes.
+        axes: the sizes of the mesh's axes, where the mesh is given.
     """
 
     kernels: str | None = None
     balance: float | None = 1.0
     padding: bool | Padding = True
+    axes: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, kernels: Any, balance: Any, padding: Any) -> Rewriting:
+    def of(cls, kernels: Any, balance: Any, padding: Any, axes: tuple[int, ...] = ()) -> Rewriting:
         """The options, checked.
 
         Raises:
@@ -48,7 +50,7 @@ class Rewriting:
                 "padding is True or False, or an autoshard.Padding that says of how many elements shards are multiples; "
                 f"got {padding!r}. Use False to keep every dimension at its own size, or autoshard.Padding(quantum=128)."
             )
-        return cls(kernels, None if balance is None else float(balance), padding)
+        return cls(kernels, None if balance is None else float(balance), padding, axes)
 
 
 Proposals = Callable[[Traced, Cluster, Rewriting], Sequence[Rewrite]]

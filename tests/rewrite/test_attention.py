@@ -18,6 +18,7 @@ from autoshard.rewrite import Rewriting, from_json, to_json
 from autoshard.rewrite.attention import FusedAttention, proposals
 from autoshard.rewrite.attention_kernels import CUDNN, SPLASH
 from autoshard.rewrite.attention_program import fused
+from autoshard.run.tracing import TracedOnce
 from autoshard.trace import Traced, trace
 from tests.rewrite.attention_programs import FUSED, alibi, arrays, causal, gradients, grouped
 
@@ -69,6 +70,39 @@ def test_repeated_keys_are_read_once() -> None:
     for op in made.graph.walk():
         shapes = [made.graph.values[n].shape for n in op.operands]
         assert op.kernel is None or (shapes.count((2, 2, 128, 64)) == 2 and (2, 4, 128, 64) not in shapes)  # two key heads
+
+
+def test_key_heads_are_repeated_for_more_devices():
+    """Two key heads on an axis of eight: forward and gradients run on devices, equal, with a key head and its own queries on each."""
+    args = arrays(length=128, width=64, heads=8, kv_heads=2, batch=1)
+    fn = gradients(grouped)
+    (place,) = fused(traced := trace(fn, *args), SPLASH).places
+    rewrites = (FusedAttention(SPLASH.name, (place,), interpret=True, parts=8),)
+    strategy = autoshard.search(TracedOnce(fn, rewrites), *args, cluster="cpu:8", mesh={"model": 8}, padding=False)
+    kernel = next(op for op in strategy._traced.graph.walk() if op.kernel is not None)
+    assert 8 in {strategy._traced.graph.values[value].shape[0] for value in kernel.operands}
+    given = values(traced)
+    for found, wanted in zip(jax.tree.leaves(strategy.apply(fn)(*given)), jax.tree.leaves(jax.jit(fn)(*given)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_repeated_key_heads_are_a_choice():
+    """On one axis, where key heads are fewer, the kernel's work is divided by all devices; as many key heads are left as they are."""
+
+    def step(w, x):
+        q, k, v = (jnp.einsum("btd,dhk->bthk", x, each) for each in w)
+        return jnp.sum(grouped(q, k, v).astype(jnp.float32) ** 2)
+
+    def found(kv_heads):
+        w = [jax.ShapeDtypeStruct((512, heads, 64), jnp.bfloat16) for heads in (16, kv_heads, kv_heads)]
+        args = w, jax.ShapeDtypeStruct((1, 4096, 512), jnp.bfloat16)
+        return autoshard.search(jax.grad(step), *args, cluster="v5e:2x4", mesh={"model": 8}, kernels="auto")
+
+    few, many = found(2), found(8)
+    assert few.record.program.rewrites[0]["parts"] == 8 and "key heads repeated" in str(few.explain())
+    assert "parts" not in many.record.program.rewrites[0]
+    assert few.cost.kernel_flops == many.cost.kernel_flops
+    assert from_json(few.record.program.rewrites) == from_json(to_json(from_json(few.record.program.rewrites)))
 
 
 def layers(body: Callable, count: int = 2, policy: Any = None, remat: bool = False) -> Callable:
