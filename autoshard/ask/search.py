@@ -104,7 +104,8 @@ def search(
             once whether it fits, and where not the search is repeated within less. False: nobody is asked.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where memory binds as many as make the step fastest;
-            ``"auto"``: the fastest of 1, 2, 4 and 8, each searched; None: one. Results are those of the whole batch.
+            ``"auto"``: the fastest of 1, 2, 4 and 8, each searched, and where memory binds of all; None: one. Results are those of the
+            whole batch.
         remat: what the backward pass computes again rather than to read what the forward pass kept (`autoshard.recompute`). ``"fit"``
             or ``"auto"``: where memory binds, what makes the step fastest, alone or in microbatches (`autoshard.plan.exploring`); in loops
             also where it does not, if that is faster, with ``"fit"`` by a tenth at least;
@@ -121,8 +122,9 @@ def search(
         schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``. None: ``"1f1b"``, or
             with ``plan="full"`` the fastest. Or ``"one_program"``: scanned layers in stages that are one program, in which all of them
             compute at the same time (`autoshard.pipeline.one_program`); ``"one_program_interleaved"``: in two rounds where that is faster.
-        plan: ``"full"`` searches pipelines too: numbers of stages and of microbatches, and schedules, by the step time that the costs of
-            the step's own layers promise, the best of them as a whole or stage by stage; the fastest is the answer. ``mesh`` and ``stages``
+        plan: ``"full"`` searches the step without stages, with ``"auto"`` for microbatches and recomputation that are ``"fit"``, then
+            pipelines: numbers of stages and of microbatches, and schedules, of which those are searched stage by stage that are faster by
+            the costs of the step's own layers; the fastest of all is the answer. ``mesh`` and ``stages``
             are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.

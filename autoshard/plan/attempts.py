@@ -25,7 +25,7 @@ from autoshard.microbatch import divisors
 from autoshard.plan.compiled_finalists import MARGIN
 from autoshard.plan.exploring import Exploration
 from autoshard.plan.forms import Estimates, Form, forms_of
-from autoshard.plan.microbatching import AUTO, Microbatches
+from autoshard.plan.microbatching import AUTO, WORDS, Microbatches
 from autoshard.plan.notes import own_checkpoints
 from autoshard.plan.offloading import check_offload
 from autoshard.plan.plan import Plan
@@ -140,14 +140,14 @@ class Attempts:
 
     def _explored(self, hosted: Sequence[bool]) -> Found:
         """The best of the forms that were asked for."""
-        n, more = self.first, AUTO if self.microbatches == "auto" else ()
+        n = self.first
         full = [each[-1] for each in self._options if each] if self.remat == "full" else [None]
         first = Form(n, next(iter(full), None), hosted[0])
         if not self._has_forms:
             return self._searched(first, True)
 
         def forms() -> list[Form]:
-            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches == "fit" else [n, *more]
+            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches in WORDS else [n]
             some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
             return list(dict.fromkeys(forms_of(numbers, some, hosted)))
 
@@ -156,13 +156,14 @@ class Attempts:
 
         def explored(first: Form, forms: Callable[[], list[Form]]) -> Exploration[Found]:
             def always() -> list[Form]:
+                more = AUTO if self.microbatches == "auto" else ()
                 return [replace(first, microbatches=each) for each in more] + [replace(first, again=each) for each in self._half_of_loops]
 
             return Exploration(first, forms, **how, always=always)
 
         self.explorations = [explored(first, forms)]
         if self.remat == "replace" and (anew := list(chain(*self._options))):
-            self.explorations.append(explored(replace(first, again=anew[0]), lambda: forms_of([n, *more], anew, hosted)))
+            self.explorations.append(explored(replace(first, again=anew[0]), lambda: forms_of([n], anew, hosted)))
         found, refused = list[Found](), list[InfeasibleError]()
         for way in self.explorations:
             try:

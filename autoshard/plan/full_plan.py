@@ -1,9 +1,9 @@
 """One search over stages, devices, microbatches, schedules and shardings: the best strategy without stages, and the best pipeline.
 
-Numbers of stages, one of them for none, and of microbatches are ranked first by the costs of the step's layers
-(`autoshard.pipeline.plan_search`). What is promised to be fastest is then searched: the step without stages as a whole, pipelines stage by
-stage as `search(stages=)` does. The answer is the fastest strategy by its own predicted step time. A lower bound of all plans is in its
-notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
+The step without stages is searched first, as it is without ``plan``, in any number of microbatches and with any recomputation: no answer is
+slower. Numbers of stages and of microbatches are then ranked by the costs of the step's layers (`autoshard.pipeline.plan_search`), and what
+is promised to be faster is searched stage by stage as `search(stages=)` does. The answer is the fastest strategy by its own step time. A
+lower bound of all plans is in its notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
 from autoshard.pipeline.plans import Candidate, Estimate, Plans
+from autoshard.plan.forms import Form
 from autoshard.plan.plan import Plan
 from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
+from autoshard.strategy import Tried
 
 PLANS = ("sharding", "full")
 TRIES = 2  # pipelines that are searched stage by stage
 STAGES = (2, 4)  # that are tried for a step without equal layers
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
 EXPLORING = 60.0  # seconds of one core in which plans are compared: not of the clock, so that other programs leave the answer as it is
-DEEP_OPS = 10_000  # a step of more is searched on the mesh on which its layers are fastest, and others on any
+DEEP_OPS = 10_000  # of a step of more the searches of pipelines end early
 DEEP_GAIN = 0.05  # of such a step's seconds, that is worth the searches of a pipeline: they take minutes
 LEAST_SECONDS = 1e-3  # of a search whose time is over: it has its first answer
-DEEP_SECONDS = 60.0  # of one core, in which such a step, or a pipeline of it, is searched, without a time limit
+DEEP_SECONDS = 60.0  # of one core, in which a pipeline of such a step is searched, without a time limit
 REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
 
 class Comparing(Protocol):
     """The comparison of plans, which goes on where it was left (`autoshard.pipeline.plan_search.Planning.run`)."""
 
-    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, n_stages: int | None, /) -> Plans | None: ...
+    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, /) -> Plans | None: ...
 
 
 class Whole(Protocol):
-    """The search of the step without stages: on any mesh, or as a plan says; within some seconds, or None for no limit."""
+    """The search of the step without stages within some seconds, or None for no limit."""
 
-    def __call__(self, seconds: float | None, like: Estimate | None = None, /) -> Plan: ...
+    def __call__(self, seconds: float | None, /) -> Plan: ...
 
 
 class StagedSearch(Protocol):
@@ -61,7 +62,7 @@ class Searches:
         whole: of the step without stages.
         plans: of numbers of stages and microbatches; None where the step has no equal layers.
         staged: of a pipeline.
-        is_deep: whether the step has so many operations that it is not searched as a whole on every mesh.
+        is_deep: whether the step has so many operations that the search of a pipeline ends after `DEEP_SECONDS`.
     """
 
     whole: Whole
@@ -127,46 +128,28 @@ def fullest(
         if found[-1].record.stats.get("ended_early") and not is_over:
             until = -math.inf
 
-    def compare(n_stages: int | None, below: float = math.inf) -> Plans | None:
-        """Compares plans some more; Ctrl-C is for the searches that are left, too."""
-        nonlocal until, plans
-        exploring = until if limit_seconds is None else min(until, time.perf_counter() + SHARE * limit_seconds)
-        try:
-            plans = searches.plans(part(progress, 0.0, 0.3), exploring, EXPLORING, below, n_stages)
-        except ends:
-            until = -math.inf
-        if plans is not None and plans.ended_early:
-            until = -math.inf
-        return plans
+    def fastest() -> float:
+        return min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
 
     try:
-        plans = compare(1)
-        alone = _alone(plans)
-        is_near = alone is not None and plans is not None and alone.makespan_seconds <= BUDGETS.near_makespan * plans.computing_seconds
-        if plans is not None and not is_near:
-            plans = compare(None)
-            alone = _alone(plans)
-        if not _is_far(alone, plans):
-            try:
-                like = alone if searches.is_deep else None
-                keep(lambda seconds: searches.whole(seconds, like), left(math.inf if limit_seconds is None else SHARE * limit_seconds))
-            except REFUSED as error:
-                failure = error
-        if is_near:
-            plans = compare(None, min((strategy.cost.makespan_seconds for strategy in found), default=math.inf))
+        try:
+            keep(searches.whole, left(math.inf if limit_seconds is None else SHARE * limit_seconds))
+        except REFUSED as error:
+            failure = error
+        exploring = until if limit_seconds is None else min(until, time.perf_counter() + SHARE * limit_seconds)
+        plans = searches.plans(part(progress, 0.3, 0.3), exploring, EXPLORING, fastest())
+        if plans is not None and plans.ended_early:
+            until = -math.inf
         tried = 0
         for n_stages, like in _pipelines(plans, cluster):
-            fastest = min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
             is_over = time.perf_counter() >= until
-            if tried == TRIES or (found and is_over) or (like is not None and like.makespan_seconds >= fastest):
+            if tried == TRIES or (found and is_over) or (like is not None and like.makespan_seconds >= fastest()):
                 break
             try:
                 keep(partial(searches.staged, n_stages, like), left())
                 tried += 1
             except REFUSED as error:
                 failure = failure or error
-        if not found and _is_far(alone, plans):
-            found.append(searches.whole(left()))
     except ends:
         if not found:
             raise
@@ -174,18 +157,6 @@ def fullest(
         assert failure is not None
         raise failure
     return _answer(found, plans)
-
-
-def _alone(plans: Plans | None) -> Estimate | None:
-    """The fastest plan without stages."""
-    return None if plans is None else next((each for each in plans.ranked if each.candidate.n_stages == 1), None)
-
-
-def _is_far(alone: Estimate | None, plans: Plans | None) -> bool:
-    """Whether the step without stages is so much slower than the fastest plan, or does not fit, that it is not worth a search."""
-    if plans is None or not plans.ranked:
-        return False
-    return alone is None or alone.makespan_seconds > BUDGETS.near_makespan * plans.ranked[0].makespan_seconds
 
 
 def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, Estimate | None]]:
@@ -224,8 +195,30 @@ def _answer(found: list[Plan], plans: Plans | None) -> Plan:
             f"{format_seconds(bound)} without overlap (gap {format_percent(plans.gap_of(makespan, objective))})"
         )
         stats |= {"plan_computing_seconds": computing, "plan_bound_seconds": bound, "plan_gap": plans.gap_of(makespan, objective)}
-    record = replace(best.record, assumptions=(*best.record.assumptions, note), stats={**best.record.stats, **stats})
+    notes = (*best.record.assumptions, note)
+    record = replace(best.record, assumptions=notes, stats={**best.record.stats, **stats}, trail=_trail(found, plans))
     return best.with_record(record)
+
+
+def _trail(found: list[Plan], plans: Plans | None) -> tuple[Tried, ...]:
+    """The forms that were compared: what was found, fastest first, then pipelines that were estimated alone."""
+    best = found[0]
+    taken = [Tried(_form(best), "taken", None, None, best.cost.makespan_seconds, best.cost.peak_bytes)]
+    slower = [Tried(_form(each), "slower", None, None, each.cost.makespan_seconds, each.cost.peak_bytes) for each in found[1:]]
+    whole = next((each.record.trail for each in found if each.record.pipeline is None), ())
+    others = [each for each in whole if each.outcome != "taken"]
+    known = {(len(each.record.pipeline.stages), each.microbatches) for each in found if each.record.pipeline is not None}
+    ranked = () if plans is None else plans.ranked
+    left = {each.candidate: each for each in reversed(ranked) if (each.candidate.n_stages, each.candidate.n_microbatches) not in known}
+    pipelines = [each for each in reversed(left.values()) if each.candidate.n_stages > 1]
+    cut = "not searched: others are estimated to be faster"
+    return (*taken, *slower, *others, *(Tried(str(each.candidate), cut, each.makespan_seconds) for each in pipelines))
+
+
+def _form(strategy: Plan) -> str:
+    if (pipeline := strategy.record.pipeline) is not None:
+        return str(Candidate(len(pipeline.stages), strategy.microbatches))
+    return next((each.form for each in strategy.record.trail if each.outcome == "taken"), str(Form(strategy.microbatches)))
 
 
 def _named(strategy: Plan) -> str:

@@ -207,20 +207,10 @@ def full(call: Call, whole: Callable[..., Plan], remat: str | None) -> Plan:
     traced, facts, spent = traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster, batch=asked.batch)
     is_deep = len(traced.graph.walk()) > DEEP_OPS
 
-    def limited(left: float | None, progress: Progress) -> tuple[float | None, Progress]:
-        """The time limit and the progress of a search, which ends after some seconds of one core where the step is deep."""
-        if left is not None or not is_deep:
-            return left, progress
-        return math.inf, timed(progress, DEEP_SECONDS, time.thread_time)
-
-    def alone(left: float | None, like: Estimate | None = None) -> Plan:
-        given: dict[str, Any] = {} if like is None else {"mesh": like.mesh}
-        if like is not None and like.candidate.n_microbatches > 1:
-            given["microbatches"] = like.candidate.n_microbatches
-        if like is not None and like.again is not None:
-            given["remat"] = "auto"
-        left, progress = limited(left, part(call.progress, 0.3, 0.3))
-        return whole(progress=progress, time_limit_seconds=left, **given)
+    def alone(left: float | None) -> Plan:
+        number = "auto" if call.microbatches == "fit" else call.microbatches
+        again = "auto" if remat == "fit" else remat
+        return whole(progress=part(call.progress, 0.0, 0.3), time_limit_seconds=left, microbatches=number, remat=again)
 
     @cache
     def again() -> list[Remat | None]:
@@ -248,7 +238,9 @@ def full(call: Call, whole: Callable[..., Plan], remat: str | None) -> Plan:
         return None if own is None else own.run(*limits)
 
     def staged(n_stages: int, like: Estimate | None, left: float | None) -> Plan:
-        left, progress = limited(left, part(call.progress, 0.6, 0.4))
+        progress = part(call.progress, 0.6, 0.4)
+        if left is None and is_deep:  # ends after some seconds of one core
+            left, progress = math.inf, timed(progress, DEEP_SECONDS, time.thread_time)
         own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=progress)
         if like is not None:
             own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.shape))

@@ -22,7 +22,7 @@ from autoshard.pipeline.plan_search import Planning, search_plans
 from autoshard.pipeline.plans import FILL, Bounds, Candidate, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.plan import prepared
-from autoshard.plan.full_plan import DEEP_SECONDS, LEAST_SECONDS, Searches, checked_plan, checked_schedule, fullest
+from autoshard.plan.full_plan import DEEP_SECONDS, Searches, checked_plan, checked_schedule, fullest
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.stage_searches import Call, in_stages, problems_on
 from autoshard.plan.user_pins import Asked
@@ -73,7 +73,7 @@ def test_the_answer_is_the_fastest(found):
 
 
 def test_only_what_may_be_fastest_is_searched(found):
-    """Not the step without stages where pipelines promise far less, nor pipelines that promise more than it takes; each number once."""
+    """No pipelines that promise more than the step without stages takes; each number once."""
     plain, pipeline = found
     asked = []
 
@@ -90,36 +90,28 @@ def test_only_what_may_be_fastest_is_searched(found):
     assert asked == []
 
 
-def test_pipelines_are_compared_with_what_the_step_without_stages_took(found):
-    """Where its plan comes near computing alone, it is searched first; else all numbers of stages are compared before."""
+def test_the_step_without_stages_is_searched_first(found):
+    """However far from pipelines it is estimated, so that no answer is slower than its own; pipelines are compared with what it takes."""
     plain, _ = found
-    for computing, expected in (
-        (0.95e-9, [(1, math.inf), (None, plain.cost.makespan_seconds)]),
-        (0.5e-9, [(1, math.inf), (None, math.inf)]),
-    ):
-        plans, asked = Plans((estimate(1, 1e-9),), (Bounds(computing, computing),), 1), []
+    asked = []
 
-        def compare(progress, until, cpu_seconds, below, n_stages, plans=plans, asked=asked):
-            asked.append((n_stages, below))
-            return plans
+    def compare(progress, until, cpu_seconds, below):
+        asked.append(below)
+        return Plans((estimate(2, 1e-9), estimate(1, 1e9)), NO_BOUNDS, 2)
 
-        fullest(Searches(lambda *_: plain, compare, refused), CLUSTER, None, silent)
-        assert asked == expected
+    best = fullest(Searches(lambda *_: plain, compare, refused), CLUSTER, None, silent)
+    assert best.cost == plain.cost and asked == [plain.cost.makespan_seconds]
 
 
-def test_a_deep_step_is_searched_as_its_layers_are_fastest(found):
-    """The search without stages is told the plan; of other steps it is not, since all their meshes are tried."""
-    plain, _ = found
-    plans = Plans((estimate(1, 1e-9),), NO_BOUNDS, 1)
-    for is_deep in (False, True):
-        told = []
-
-        def whole(seconds, like=None, told=told):
-            told.append(like)
-            return plain
-
-        fullest(Searches(whole, lambda *_: plans, refused, is_deep), CLUSTER, None, silent)
-        assert told == [plans.ranked[0] if is_deep else None]
+def test_the_forms_of_a_full_search_are_in_its_trail(found):
+    """What was found, fastest first, then what is left of pipelines, by their estimates."""
+    plain, pipeline = found
+    plans = Plans((estimate(2, 1e-9), estimate(4, 1e9)), NO_BOUNDS, 2)
+    best = fullest(Searches(lambda *_: plain, lambda *_: plans, lambda *_: pipeline), CLUSTER, None, silent)
+    trail = best.record.trail
+    assert [each.outcome for each in trail] == ["taken", "slower", "not searched: others are estimated to be faster"]
+    assert {each.form for each in trail[:2]} == {"1 microbatch", "2 stages, 4 microbatches"}
+    assert (trail[2].form, trail[2].estimated_seconds) == ("4 stages, 4 microbatches", 1e9)
 
 
 def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
@@ -164,7 +156,7 @@ def test_a_search_that_is_interrupted_has_its_best_answer(found):
 
 
 def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
-    """After Ctrl-C in the comparison of plans, or in the search without stages, each other search has hardly any time."""
+    """After Ctrl-C in the comparison of plans, or in the search without stages, there is no other search."""
     plain, pipeline = found
     early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
     near = [estimate(1, 1e9), estimate(2, 0.0)]
@@ -175,9 +167,9 @@ def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
             given.append(seconds)
             return strategy
 
-        searches = Searches(lambda s, like: timed(whole, s), lambda *_: plans, lambda n, like, s: timed(pipeline, s))  # noqa: B023
+        searches = Searches(lambda s: timed(whole, s), lambda *_: plans, lambda n, like, s: timed(pipeline, s))  # noqa: B023
         fullest(searches, CLUSTER, None, silent, (KeyboardInterrupt,))
-        assert given == ([LEAST_SECONDS] if ended else [None])
+        assert given == [None]
 
 
 @pytest.mark.slow
@@ -300,7 +292,7 @@ def test_a_full_search_traces_once(monkeypatch):
         return jnp.tanh(x @ w)
 
     w, x = jnp.ones((8, 8)), jnp.ones((16, 8))
-    found = autoshard.search(step, w, x, cluster="cpu:2", plan="full")
+    found = autoshard.search(step, w, x, cluster="cpu:2", plan="full", microbatches=None)
     assert len(made) == 1
     assert found._call[0] is step
     once, (first, second) = TracedOnce(step), [(), ("data", "model")]
