@@ -1,8 +1,11 @@
-"""Values of a program: which ops read them, which are expansions of constants, and which loops only add up."""
+"""Values of a program: what makes and reads them, their bytes over time, which are expansions of constants, which loops only add up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from autoshard.ir import Graph, Holder, Op
 from autoshard.primitives import is_computed_once, primitive
@@ -15,6 +18,28 @@ def readers_of(graph: Graph) -> list[list[int]]:
         for value in dict.fromkeys((*op.operands, *(flow.value for holder in op.holders for flow in holder.sources))):
             found[value].append(op.index)
     return found
+
+
+def makers_of(ops: Iterable[Op]) -> dict[int, Op]:
+    """Per value the op that makes it, of some ops without those of their bodies."""
+    return {value: op for op in ops for value in op.results}
+
+
+def operand_readers(ops: Iterable[Op]) -> dict[int, list[Op]]:
+    """Per value the ops, in order, that have it as an operand, of some ops without those of their bodies."""
+    found: dict[int, list[Op]] = {}
+    for op in ops:
+        for value in dict.fromkeys(op.operands):
+            found.setdefault(value, []).append(op)
+    return found
+
+
+def usage(moments: int, sizes: ArrayLike, born: ArrayLike, dies: ArrayLike) -> np.ndarray:
+    """Bytes alive at each moment, ``(moments + 1,)``, of values of these sizes that are alive from one moment until before another."""
+    change = np.zeros(moments + 1)
+    np.add.at(change, np.asarray(born, np.int64), sizes)
+    np.subtract.at(change, np.asarray(dies, np.int64), sizes)
+    return np.cumsum(change)
 
 
 def free_values(graph: Graph, entering: Mapping[int, int] | None = None) -> list[bool]:

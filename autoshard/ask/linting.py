@@ -25,8 +25,7 @@ from autoshard.explanation.program import Judged
 from autoshard.explanation.searched import Searched
 from autoshard.ir import Graph, Mesh, Op, Spec, Value
 from autoshard.ir.naming import starred
-from autoshard.lower import apply, ops_by_path
-from autoshard.microbatch.rewrite import AsItIs
+from autoshard.lower import AsItIs, Interpreter, apply, ops_by_path
 from autoshard.plan.meshes import given_mesh
 from autoshard.plan.prepared import cluster_of, own_annotations, traced_of
 from autoshard.plan.user_pins import ARGUMENTS, Asked, constraints, user_pins
@@ -132,6 +131,9 @@ def lint(
 class _Without(AsItIs):
     """Evaluates a program without the constraints of which it is given no op."""
 
+    def region(self) -> Interpreter:
+        return _Without(self.ops)
+
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return apply(eqn, operands)
 
@@ -141,7 +143,7 @@ def _without(strategy: Strategy, cluster: Cluster, mesh: Mesh, specs: Sequence[P
     traced = strategy._traced
     assert traced is not None, "it was just traced"
     kept = {path: op for path, op in ops_by_path(traced.graph).items() if op not in constraints}
-    jaxpr, run = traced.jaxpr, _Without(kept, differentiable=False).run
+    jaxpr, run = traced.jaxpr, _Without(kept).run
     with outside_mesh(keep_auto=True):
         new = jax.make_jaxpr(lambda *arguments: run(jaxpr.jaxpr, jaxpr.consts, arguments))(*types_of(jaxpr.jaxpr.invars))
         made = rebuilt(traced, new, 1)

@@ -8,6 +8,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from autoshard.analysis.values import usage
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.ir import Graph
 from autoshard.primitives import is_matrix, is_scatter
@@ -241,14 +242,6 @@ def _reads(bodies: Iterable[tuple[Kernel, ...]]) -> Iterable[int]:
         for kernel in body:
             yield from kernel.reads
             yield from _reads(kernel.inner)
-
-
-def usage(moments: int, sizes: np.ndarray, born: np.ndarray, dies: np.ndarray) -> np.ndarray:
-    """Bytes alive at each moment."""
-    change = np.zeros(moments + 1)
-    np.add.at(change, born, sizes)
-    np.subtract.at(change, dies, sizes)
-    return np.cumsum(change)
 
 
 def shifted(kernels: tuple[Kernel, ...], nbytes: Callable[[int], float], kept: frozenset[int]) -> tuple[Kernel, ...]:

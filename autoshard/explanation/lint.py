@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from autoshard.analysis.values import makers_of
 from autoshard.explanation.breakdown import collective_groups, origin_of
 from autoshard.explanation.groups import argument_groups
 from autoshard.explanation.layers import line_of, pass_of
@@ -175,7 +176,7 @@ def _constrained(judged: Judged, causes: _Causes) -> Iterator[tuple[Finding, lis
     record, assignment, mesh = judged.record, judged.record.assignment, judged.record.mesh
     step, values = record.cost.makespan_seconds, judged.facts.graph.values
     lines, gathers = defaultdict[str, list[Op]](list), defaultdict[str, list[Collective]](list)
-    made = {result: op for op in judged.facts.graph.walk() for result in op.results}
+    made = makers_of(judged.facts.graph.walk())
     for op in judged.facts.graph.walk():
         if op.primitive == CONSTRAINT and not op.mapped:
             lines[line_of(op.origin)].append(op)

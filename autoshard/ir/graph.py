@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ntpath
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -229,6 +229,21 @@ class Graph:
             return None
         first, second = (frozenset(place for position in found for place in places[position]) for found in self.examples)
         return first, second
+
+    def with_leaves(self, arguments: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Graph:
+        """The graph with the names, aliases, donations and examples of a program whose arguments and results are at other positions.
+
+        Args:
+            arguments, results: of each of these the positions of its parts there, which have its name; none where it is left out.
+        """
+        return replace(
+            self,
+            argument_paths=tuple(path for path, places in zip(self.argument_paths, arguments, strict=True) for _ in places),
+            result_paths=tuple(path for path, places in zip(self.result_paths, results, strict=True) for _ in places),
+            aliases=tuple(sorted(pair for k, argument in self.aliases for pair in zip(results[k], arguments[argument], strict=False))),
+            donated=tuple(place for argument in self.donated for place in arguments[argument]),
+            examples=self.examples_at(arguments),
+        )
 
     @property
     def zeros(self) -> frozenset[int]:

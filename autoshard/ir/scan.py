@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def num_consts(params: Mapping[str, Any]) -> int:
@@ -14,3 +16,9 @@ def num_consts(params: Mapping[str, Any]) -> int:
 def num_carry(params: Mapping[str, Any]) -> int:
     """How many of a scan's operands, after its constants, and of its first results are carries."""
     return params["num_carry"] if "num_carry" in params else len(params["ft_in"].unpack()[1])
+
+
+def scan_parts(params: Mapping[str, Any], inputs: Sequence[T]) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """A scan's operands, or the inputs of its body: constants, carries, and what is sliced."""
+    first, last = num_consts(params), num_consts(params) + num_carry(params)
+    return inputs[:first], inputs[first:last], inputs[last:]

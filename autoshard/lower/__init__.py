@@ -2,7 +2,19 @@
 
 from autoshard.cost.reshard import ReshardPath
 from autoshard.lower.constrain import constrained
-from autoshard.lower.interpret import Interpreter, Path, apply, bind, bind_unplaced, manual_context, ops_by_path, retraced, unread
+from autoshard.lower.interpret import (
+    AsItIs,
+    Interpreter,
+    Path,
+    apply,
+    bind,
+    bind_part,
+    bind_unplaced,
+    manual_context,
+    ops_by_path,
+    retraced,
+    unread,
+)
 from autoshard.lower.manual import derived_from, manual_program, obstacle
 from autoshard.lower.mesh import (
     HOST,
@@ -23,6 +35,7 @@ from autoshard.lower.shards import Sharded
 __all__ = [
     "HOST",
     "STAGE_AXIS",
+    "AsItIs",
     "Interpreter",
     "Path",
     "ReshardPath",
@@ -30,6 +43,7 @@ __all__ = [
     "abstract_mesh",
     "apply",
     "bind",
+    "bind_part",
     "bind_unplaced",
     "by_rows",
     "constrained",

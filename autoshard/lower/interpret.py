@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jax.extend.source_info_util import current_name_stack, user_context
 
 from autoshard.ir import Graph, Op
 from autoshard.ir.naming import OP_SCOPE
-from autoshard.primitives import has_custom_rule, is_inlined
+from autoshard.primitives import has_custom_rule, is_inlined, is_placement
 from autoshard.trace.mapped import MAPPED
 from autoshard.trace.origin import calls_library
 from autoshard.trace.structure import called_with, opened, subjaxprs, types_of, with_bodies
@@ -45,11 +45,11 @@ class Interpreter:
         self.ops = ops
         self.differentiable = differentiable
 
-    def region(self) -> Self:
+    def region(self) -> Interpreter:
         """The interpreter of a control-flow op's body."""
         return type(self)(self.ops, self.differentiable)
 
-    def derived(self) -> Self:
+    def derived(self) -> Interpreter:
         """The interpreter of the primal body of a function with custom derivatives, which is traced separately but part of this region."""
         return self.region()
 
@@ -160,6 +160,19 @@ class Interpreter:
         return bind(eqn, [*constants, *operands], **with_bodies(eqn, bodies, new))
 
 
+class AsItIs(Interpreter):
+    """Evaluates a program unchanged, the user's sharding constraints included; subclasses evaluate the top level otherwise."""
+
+    def __init__(self, ops: Mapping[Path, Op]):
+        super().__init__(ops, differentiable=False)
+
+    def region(self) -> Interpreter:
+        return AsItIs(self.ops)
+
+    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return bind(eqn, operands)
+
+
 def ops_by_path(graph: Graph) -> dict[Path, Op]:
     """The graph's ops by the paths of their equations."""
     return {op.path: op for op in graph.walk()}
@@ -189,6 +202,11 @@ def bind_unplaced(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> li
         return jaxpr_as_fun(eqn.params["call"])(*operands)
     written = {name: None for name in ("sharding", "out_sharding") if eqn.params.get(name) is not None}
     return bind(eqn, operands, **written, **replaced)
+
+
+def bind_part(eqn: JaxprEqn, operands: Sequence[Any], **replaced: Any) -> list[Any]:
+    """The equation's results on parts of its operands: without its sharding parameters, unless placing arrays is all that it does."""
+    return (bind if is_placement(eqn.primitive.name) else bind_unplaced)(eqn, operands, **replaced)
 
 
 def product(eqn: JaxprEqn, operands: Sequence[Any], swapped: bool) -> Any:

@@ -14,9 +14,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import Path, bind
+from autoshard.lower import AsItIs, Path, bind
 from autoshard.microbatch.plan import LEAST_SHARE
-from autoshard.microbatch.rewrite import AsItIs
 from autoshard.microbatch.work import Work
 from autoshard.trace import Traced, of_jaxpr, subjaxprs
 from autoshard.trace.structure import entering, opened, with_bodies
@@ -83,11 +82,8 @@ class WithBodies(AsItIs):
     """
 
     def __init__(self, ops: Mapping[Path, Op], bodies: Mapping[int, Sequence[Traced | None]]):
-        super().__init__(ops, differentiable=False)
+        super().__init__(ops)
         self.bodies = bodies
-
-    def region(self) -> AsItIs:
-        return AsItIs(self.ops, differentiable=False)
 
     def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if op.index not in self.bodies:

@@ -18,8 +18,9 @@ from typing import Literal
 
 import numpy as np
 
+from autoshard.analysis.values import operand_readers
 from autoshard.ir import Graph, Op, Rule
-from autoshard.ir.scan import num_carry, num_consts
+from autoshard.ir.scan import num_consts, scan_parts
 from autoshard.microbatch.ending import ends_one_by_one
 from autoshard.microbatch.mapped import shard_maps
 from autoshard.microbatch.provenance import Provenance
@@ -455,8 +456,7 @@ class _Planner:
         raise Coupled(op, "carries values whose parts in microbatches change from trip to trip")
 
     def _scanned(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
-        n_consts, n_carry = num_consts(op.params), num_carry(op.params)
-        consts, carry, scanned = reads[:n_consts], reads[n_consts : n_consts + n_carry], reads[n_consts + n_carry :]
+        consts, carry, scanned = scan_parts(op.params, reads)
         if any(status.is_split and status.dim == 0 for status in scanned):
             raise Coupled(op, "goes through the examples one after the other", "Loop over another dimension than that of the examples")
         slices = [through_trips(status, -1) for status in scanned]
@@ -485,10 +485,7 @@ class _Planner:
 
     def _draw_inside(self, ops: Sequence[Op], results: Collection[int]) -> None:
         """Has ops of the top level, or of a body, make slices that each microbatch reads of what they make: random bits, masks, zeros."""
-        readers: dict[int, list[Op]] = {}
-        for op in ops:
-            for value in set(op.operands):
-                readers.setdefault(value, []).append(op)
+        readers = operand_readers(ops)
         for op in reversed(ops):
             if op.bodies or op.mapped or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
                 continue

@@ -13,25 +13,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from autoshard.errors import TraceError
 from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
-from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import Interpreter, Path, Sharded, apply, bind, bind_unplaced, ops_by_path, retraced, unread
+from autoshard.ir.scan import scan_parts
+from autoshard.lower import AsItIs, Interpreter, Path, Sharded, apply, bind, bind_part, ops_by_path, retraced, unread
+from autoshard.microbatch.arrays import COMBINED, neutral, put_together, taken
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.rules import regrouped
 from autoshard.microbatch.searching import searched
 from autoshard.microbatch.status import Move, Status, place_of, slice_along
-from autoshard.primitives import is_placement
 from autoshard.trace import subjaxprs, types_of
 from autoshard.trace.mapped import BODY, ENTERING, LEAVING
 from autoshard.trace.structure import called_with, opened, with_bodies
-
-WIDE = jnp.float32  # at least so wide are sums of floating point numbers
 
 
 def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> Callable[..., list[Any]]:
@@ -62,54 +59,6 @@ def in_microbatches(jaxpr: ClosedJaxpr, graph: Graph, rules: Sequence[Rule | Non
     return function
 
 
-def parts_of(x: Any, sliced: Status, n: int) -> Any:
-    """All the slices that `taken` takes, ``(n, ...)``; the inverse of `put_together`."""
-    dim, inner = sliced.dim, sliced.inner
-    apart = x.reshape(*x.shape[:dim], x.shape[dim] // (n * inner), n, inner, *x.shape[dim + 1 :])
-    return jnp.moveaxis(apart, dim + 1, 0).reshape(n, *x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-
-
-def taken(x: Any, sliced: Status, index: Any, n: int) -> Any:
-    """The ``index``-th slice of an array: along a dimension every ``n``-th example."""
-    dim, inner = sliced.dim, sliced.inner
-    apart = x.reshape(*x.shape[:dim], x.shape[dim] // (n * inner), n, inner, *x.shape[dim + 1 :])
-    part = lax.dynamic_index_in_dim(apart, index, dim + 1, keepdims=False)
-    return part.reshape(*x.shape[:dim], x.shape[dim] // n, *x.shape[dim + 1 :])
-
-
-def put_together(parts: Any, sliced: Status) -> Any:
-    """The array of which `taken` takes ``parts[index]``."""
-    n, shape, dim, inner = parts.shape[0], parts.shape[1:], sliced.dim, sliced.inner
-    apart = parts.reshape(n, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
-    return jnp.moveaxis(apart, 0, dim + 1).reshape(*shape[:dim], shape[dim] * n, *shape[dim + 1 :])
-
-
-COMBINED: Mapping[str, Callable[[Any, Any], Any]] = {
-    "sum": jnp.add,
-    "prod": jnp.multiply,
-    "max": jnp.maximum,
-    "min": jnp.minimum,
-    "and": jnp.bitwise_and,
-    "or": jnp.bitwise_or,
-    "xor": jnp.bitwise_xor,
-}
-
-
-def neutral(graph: Graph, value: int, operator: str) -> Any:
-    """The total before the first microbatch."""
-    found = graph.values[value]
-    dtype = jnp.dtype(found.dtype)
-    if operator in ("sum", "prod"):
-        is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < jnp.dtype(WIDE).itemsize
-        return jnp.full(found.shape, operator == "prod", WIDE if is_narrow else dtype)
-    if operator in ("max", "min"):
-        info = None if dtype == jnp.bool_ or jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype)
-        least, most = (False, True) if dtype == jnp.bool_ else (-np.inf, np.inf) if info is None else (info.min, info.max)
-        return jnp.full(found.shape, least if operator == "max" else most, dtype)
-    ones = True if dtype == jnp.bool_ else jnp.iinfo(dtype).max if jnp.issubdtype(dtype, jnp.unsignedinteger) else -1
-    return jnp.full(found.shape, ones if operator == "and" else 0, dtype)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
     """What all interpreters of a program share."""
@@ -120,13 +69,6 @@ class _Program:
     graph: Graph
 
 
-class AsItIs(Interpreter):
-    """Evaluates a program unchanged, the user's sharding constraints included."""
-
-    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return bind(eqn, operands)
-
-
 class _Around(AsItIs):
     """Evaluates what runs before or after the loop.
 
@@ -135,11 +77,8 @@ class _Around(AsItIs):
     """
 
     def __init__(self, program: _Program, phase: str, whole: dict[int, Any]):
-        super().__init__(program.ops, differentiable=False)
+        super().__init__(program.ops)
         self._loop, self._phase, self.whole = program.loop, phase, whole
-
-    def region(self) -> Interpreter:
-        return AsItIs(self.ops, differentiable=False)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return self._evaluated(op, partial(bind, eqn, operands))
@@ -285,7 +224,7 @@ class Inside(Interpreter):
         groups = regrouped(op, rule, move.factor, n)
 
         def bound(*operands: Any, **replaced: Any) -> list[Any]:
-            return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, operands, **groups, **replaced)
+            return bind_part(eqn, operands, **groups, **replaced)
 
         whole, made = (tuple(values[value].shape for value in side) for side in (op.operands, op.results))
         mesh = Mesh.of({"microbatch": n})
@@ -350,7 +289,7 @@ def _leaving(ops: Mapping[Path, Op], eqn: JaxprEqn, path: Path) -> list[Op | Non
 
 
 def _unchanged(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    return AsItIs(inside.ops, differentiable=False).rebound(op, eqn, operands)
+    return AsItIs(inside.ops).rebound(op, eqn, operands)
 
 
 def _search(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -361,18 +300,18 @@ def _search(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[
 
 
 def _scan(inside: Inside, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-    n_consts, n_carry = num_consts(eqn.params), num_carry(eqn.params)
-    (jaxpr,), body = subjaxprs(eqn), op.bodies[0]
-    consts, carry, scanned = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
-    carried, made = inside.statuses(body.inputs[n_consts : n_consts + n_carry]), inside.statuses(body.outputs[:n_carry])
+    (jaxpr,), body, parts = subjaxprs(eqn), op.bodies[0], partial(scan_parts, eqn.params)
+    consts, carry, scanned = parts(operands)
+    n_carry = len(carry)
+    carried, made = inside.statuses(parts(body.inputs)[1]), inside.statuses(body.outputs[:n_carry])
     run = inside.body(op, 0, jaxpr)
-    types = types_of(opened(jaxpr)[0].invars[n_consts : n_consts + n_carry])
+    types = types_of(parts(opened(jaxpr)[0].invars)[1])
 
     def trip(carry: tuple, slices: tuple) -> tuple[tuple, tuple]:
         results = run(*consts, *carry, *slices)
         return tuple(inside.converted(results[:n_carry], made, carried)), tuple(results[n_carry:])
 
-    start = inside.converted(carry, inside.move(op).reads[n_consts : n_consts + n_carry], carried)
+    start = inside.converted(carry, parts(inside.move(op).reads)[1], carried)
     start = tuple(jnp.asarray(x, type.dtype) for x, type in zip(start, types, strict=True))
     last, stacked = lax.scan(trip, start, tuple(scanned), eqn.params["length"], eqn.params["reverse"], eqn.params["unroll"])
     return [*last, *stacked]

@@ -15,11 +15,12 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from autoshard.analysis.values import makers_of
 from autoshard.ir import Graph, Op
-from autoshard.lower import Path, ops_by_path
+from autoshard.lower import AsItIs, Path, ops_by_path
 from autoshard.microbatch.plan import Loop, plan_loop
 from autoshard.microbatch.provenance import Provenance
-from autoshard.microbatch.rewrite import AsItIs, in_microbatches
+from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.work import Work
 from autoshard.trace import Traced, of_jaxpr, types_of
@@ -103,7 +104,7 @@ def _handed_on(graph: Graph, loop: Loop) -> tuple[int, ...]:
 
     These are values of all examples together; of those of single examples only small ones.
     """
-    makers = {value: op for op in graph.ops for value in op.results}
+    makers = makers_of(graph.ops)
     first: dict[int, Op] = {}
     waiting = list(loop.awaited)
     while waiting:
@@ -139,12 +140,9 @@ class _Substituting(AsItIs):
     """
 
     def __init__(self, ops: Mapping[Path, Op], given: Mapping[int, Any]):
-        super().__init__(ops, differentiable=False)
+        super().__init__(ops)
         self._given = given
         self.made: dict[int, Any] = {}
-
-    def region(self) -> AsItIs:
-        return AsItIs(self.ops, differentiable=False)
 
     def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return self._kept(op, super().op(op, eqn, operands))

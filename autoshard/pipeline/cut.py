@@ -21,6 +21,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from autoshard.analysis.values import operand_readers, usage
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op
 from autoshard.microbatch.work import product_flops
@@ -114,23 +115,15 @@ def _fullest(micro: Micro) -> int:
     """The op of the body after which most bytes of what it made are alive."""
     ops, values = micro.body.ops, micro.graph.values
     last = {value: k for k, op in enumerate(ops) for value in op.operands}
-    change = np.zeros(len(ops) + 1)
-    for k, op in enumerate(ops):
-        for value in op.results:
-            if value in last and not micro.free[value]:
-                change[k] += values[value].nbytes
-                change[last[value]] -= values[value].nbytes
-    return int(np.argmax(np.cumsum(change[:-1])))
+    made = {value: k for k, op in enumerate(ops) for value in op.results if value in last and not micro.free[value]}
+    return int(np.argmax(usage(len(ops), [values[v].nbytes for v in made], [*made.values()], [last[v] for v in made])))
 
 
 def light_ops(micro: Micro) -> tuple[bool, ...]:
     """Per op of the body whether each stage that reads it computes it: of constants, or cheap and of the microbatch's inputs alone."""
     ops = micro.body.ops
     index = micro.index
-    readers: dict[int, list[Op]] = {}
-    for op in ops:
-        for value in op.operands:
-            readers.setdefault(value, []).append(op)
+    readers = operand_readers(ops)
 
     def is_sliced(value: int) -> bool:
         reads = readers.get(value, [])
@@ -213,14 +206,9 @@ class _Cutter:
     def _crossing(self, order: Sequence[int]) -> np.ndarray:
         """Per position in the order the bytes that a cut there sends in a microbatch."""
         place = {k: i for i, k in enumerate(order)}
-        change = np.zeros(len(order) + 2)
-        last: dict[int, int] = {}
-        for i, k in enumerate(order):
-            last.update({value: i for value in self.ops[k].operands if self.maker.get(value) in place})
-        for value, i in last.items():
-            change[place[self.maker[value]] + 1] += self.values[value].nbytes
-            change[i + 1] -= self.values[value].nbytes
-        return np.cumsum(change)[: len(order) + 1] + self._dividing(order)
+        last = {value: i for i, k in enumerate(order) for value in self.ops[k].operands if self.maker.get(value) in place}
+        sizes, born = [self.values[v].nbytes for v in last], [place[self.maker[v]] + 1 for v in last]
+        return usage(len(order), sizes, born, [i + 1 for i in last.values()]) + self._dividing(order)
 
     def _dividing(self, order: Sequence[int]) -> np.ndarray:
         """Per position in the order the bytes that operations of the backward pass read from the other side of a cut there."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from autoshard.analysis.values import usage
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Body, Op, shards
 from autoshard.ir.scan import num_carry, num_consts
@@ -164,13 +165,10 @@ def _turn(facts: ProgramFacts, loop: Op) -> tuple[int, frozenset[int]]:
             made.update(op.results)
     made -= _added_up(body)
     times = facts.lifetimes
-    values = [(k, value) for k, value in enumerate(times.values) if value in made and not times.passed[k]]
-    change = np.zeros(times.moments + 1)
-    for k, value in values:
-        change[times.born[k]] += facts.graph.values[value].nbytes
-        change[times.dies[k]] -= facts.graph.values[value].nbytes
-    turn = int(np.argmax(np.cumsum(change)))
-    return turn, frozenset(value for k, value in values if times.born[k] <= turn < times.dies[k])
+    own = np.array([value in made and not passed for value, passed in zip(times.values, times.passed, strict=True)])
+    sizes = [facts.graph.values[value].nbytes if is_own else 0.0 for value, is_own in zip(times.values, own, strict=True)]
+    turn = int(np.argmax(usage(times.moments, sizes, times.born, times.dies)))
+    return turn, frozenset(times.values[k] for k in np.flatnonzero(own & (times.born <= turn) & (turn < times.dies)))
 
 
 def _added_up(body: Body) -> set[int]:

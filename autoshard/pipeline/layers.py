@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from autoshard.analysis.values import makers_of
 from autoshard.errors import TraceError
 from autoshard.ir import Choice, Graph, Layout, Mesh, Op, Rule
-from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import Interpreter, Path, Sharded, bind, bind_unplaced, ops_by_path
+from autoshard.ir.scan import num_carry, scan_parts
+from autoshard.lower import AsItIs, Path, Sharded, bind, bind_part, ops_by_path
 from autoshard.microbatch import loop_of_batch
+from autoshard.microbatch.arrays import COMBINED
 from autoshard.microbatch.plan import Loop
-from autoshard.microbatch.rewrite import COMBINED
-from autoshard.primitives import is_placement
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, types_of
 
@@ -115,7 +115,7 @@ class _Program:
         jaxpr = jax.make_jaxpr(function)(*flat)
         if dims:
             leaves = jax.tree.structure((0,) * sum(map(len, arguments)))
-            traced = replace(traced, graph=_with_leaves(graph, arguments, results), in_tree=leaves)
+            traced = replace(traced, graph=graph.with_leaves(arguments, results), in_tree=leaves)
         left = tuple(k for k in own if k not in dims)
         return Divided(rebuilt(traced, jaxpr, traced.microbatches), arguments, results, dims, replacing, left), in_parts
 
@@ -147,19 +147,6 @@ def _apart(x: Any, n: int, dim: int) -> list[Any]:
     return [rows.part(k) for k in range(n)]
 
 
-def _with_leaves(graph: Graph, arguments: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> Graph:
-    """The graph with the names, aliases and donations of arguments and results in parts; a part has the name of its array."""
-    aliases = [pair for result, argument in graph.aliases for pair in zip(results[result], arguments[argument], strict=True)]
-    return replace(
-        graph,
-        argument_paths=tuple(path for path, places in zip(graph.argument_paths, arguments, strict=True) for _ in places),
-        result_paths=tuple(path for path, places in zip(graph.result_paths, results, strict=True) for _ in places),
-        aliases=tuple(sorted(aliases)),
-        donated=tuple(place for argument in graph.donated for place in arguments[argument]),
-        examples=graph.examples_at(arguments),
-    )
-
-
 def parts_of(layers: int, n_stages: int) -> int:
     """In how many equal parts so many layers are divided: the fewest of those with which the largest stage has the fewest layers.
 
@@ -187,12 +174,10 @@ def _scans_of_layers(graph: Graph, loop: Loop, n_stages: int) -> dict[int, int]:
             of_arguments.update(op.results)
         if op.primitive != "scan" or op.params["length"] < 2:
             continue
-        first = num_consts(op.params) + num_carry(op.params)
-        weights = [
-            value for value in op.operands[first:] if value in of_arguments and loop.status(value).is_whole and graph.values[value].rank > 1
-        ]
+        *_, sliced = scan_parts(op.params, op.operands)
+        weights = [value for value in sliced if value in of_arguments and loop.status(value).is_whole and graph.values[value].rank > 1]
         parts = parts_of(op.params["length"], n_stages)
-        if parts > 1 and (weights or any(value in stacked for value in op.operands[first:])):
+        if parts > 1 and (weights or not stacked.isdisjoint(sliced)):
             found[op.index] = parts
             stacked.update(op.results[num_carry(op.params) :])
     return found
@@ -200,15 +185,15 @@ def _scans_of_layers(graph: Graph, loop: Loop, n_stages: int) -> dict[int, int]:
 
 def _stacked_arguments(graph: Graph, rules: Sequence[Rule | None], loop: Loop, parts: Mapping[int, int]) -> dict[int, tuple[int, int]]:
     """Per argument that is stacked along layers, weights and what is shaped like them, the number of its parts, and their dimension."""
-    makers = {value: op for op in graph.ops for value in op.results}
+    makers = makers_of(graph.ops)
     found: dict[tuple[int, ...], tuple[int, int]] = {}
     for op in graph.ops:
         if op.index in parts:
-            n, first = parts[op.index], num_consts(op.params) + num_carry(op.params)
-            waiting = [(value, 0) for value in op.operands[first:] if loop.status(value).is_whole]
+            *_, sliced = scan_parts(op.params, op.operands)
+            waiting = [(value, 0) for value in sliced if loop.status(value).is_whole]
             while waiting:
                 value, dim = waiting.pop()
-                found.setdefault(graph.values[value].shape, (n, dim))
+                found.setdefault(graph.values[value].shape, (parts[op.index], dim))
                 if (maker := makers.get(value)) is not None and (rule := rules[maker.index]) is not None:
                     waiting += _read_along(rule, maker, maker.results.index(value), dim)
     arguments = [value for value in graph.arguments if value not in loop.batch]
@@ -279,15 +264,12 @@ class _Part(Sharded):
         return {}
 
 
-class _Divided(Interpreter):
+class _Divided(AsItIs):
     """Evaluates a program with its scans over layers in parts; what is stacked along layers is an instance of `Rows`."""
 
     def __init__(self, ops: Mapping[Path, Op], rules: Sequence[Rule | None], graph: Graph, parts: Mapping[int, int]):
-        super().__init__(ops, differentiable=False)
+        super().__init__(ops)
         self._rules, self._graph, self._parts = rules, graph, parts
-
-    def region(self) -> Interpreter:
-        return _AsItIs(self.ops, differentiable=False)
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [None] * len(eqn.outvars)
@@ -302,14 +284,13 @@ class _Divided(Interpreter):
         n = self._parts.get(op.index)
         if n is None:
             return self.rebound(op, eqn, list(map(whole, operands)))
-        consts, carries = num_consts(eqn.params), num_carry(eqn.params)
-        constants, carry = list(map(whole, operands[:consts])), list(map(whole, operands[consts : consts + carries]))
-        slices = [_along_layers(x, n) for x in operands[consts + carries :]]
+        constants, carry, scanned = scan_parts(eqn.params, operands)
+        constants, carry, slices = list(map(whole, constants)), list(map(whole, carry)), [_along_layers(x, n) for x in scanned]
         stacked: dict[int, list[Any]] = {}
         order = range(n)
         for k in reversed(order) if eqn.params["reverse"] else order:
             made = bind(eqn, [*constants, *carry, *(x.part(k) for x in slices)], length=eqn.params["length"] // n)
-            carry, stacked[k] = made[:carries], made[carries:]
+            carry, stacked[k] = made[: len(carry)], made[len(carry) :]
         return [*carry, *(Rows(n, parts) for parts in zip(*(stacked[k] for k in order), strict=True))]
 
     def _in_parts(self, op: Op, eqn: JaxprEqn, operands: Sequence[Any], n: int) -> list[Any] | None:
@@ -322,7 +303,7 @@ class _Divided(Interpreter):
         shapes = [tuple(values[value].shape for value in side) for side in (op.operands, op.results)]
 
         def bound(*given: Any, **replaced: Any) -> list[Any]:
-            return (bind if is_placement(op.primitive) else bind_unplaced)(eqn, given, **replaced)
+            return bind_part(eqn, given, **replaced)
 
         made = []
         for k in range(n):
@@ -343,13 +324,6 @@ class _Divided(Interpreter):
             else:
                 results.append(Rows(n, parts, dim=_dims_along(dims, factor)[0]))
         return results
-
-
-class _AsItIs(Interpreter):
-    """Evaluates the body of an op unchanged."""
-
-    def op(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        return bind(eqn, operands)
 
 
 def _along_layers(x: Any, n: int) -> Rows:

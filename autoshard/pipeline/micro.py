@@ -8,6 +8,7 @@ parts: each part is summed up over microbatches by itself.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.extend.source_info_util import current_name_stack, user_context
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from autoshard.analysis.values import free_values
+from autoshard.analysis.values import free_values, makers_of
 from autoshard.errors import PipelineError
 from autoshard.ir import Body, Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
@@ -115,8 +116,7 @@ def micro_of(traced: Traced, n: int) -> Micro:
     graph, rules = flat.graph, rules_of(flat.graph)
     loop = loop_of(graph, rules, n)
     body, n_consts, n_carry = loop.bodies[0], num_consts(loop.params), num_carry(loop.params)
-    makers = {value: op for op in body.ops for value in op.results}
-    reads = _reads(body)
+    makers, reads = makers_of(body.ops), Counter((*(value for op in body.ops for value in op.operands), *body.outputs))
     carries = dict(zip(body.inputs[n_consts : n_consts + n_carry], range(n_carry), strict=True))
     sums = tuple(_sum(position, value, carries, makers, reads) for position, value in enumerate(body.outputs[:n_carry]))
     stacked = {value: n_carry + k for k, value in enumerate(body.outputs[n_carry:])}
@@ -130,14 +130,6 @@ def loop_of(graph: Graph, rules: Sequence[Rule | None], n: int) -> Op:
     if not loops:
         raise PipelineError("A pipeline computes gradients or results of a batch, and this step has none. Leave stages out.")
     return max(loops, key=lambda op: product_flops([op], rules, graph))
-
-
-def _reads(body: Body) -> dict[int, int]:
-    """Per value how often the body's ops and outputs read it."""
-    found: dict[int, int] = {}
-    for value in (*(value for op in body.ops for value in op.operands), *body.outputs):
-        found[value] = found.get(value, 0) + 1
-    return found
 
 
 def _sum(position: int, value: int, carries: Mapping[int, int], makers: Mapping[int, Op], reads: Mapping[int, int]) -> Sum:

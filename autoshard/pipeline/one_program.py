@@ -32,11 +32,12 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import STAGE_AXIS, Interpreter, Path, ops_by_path
+from autoshard.lower import STAGE_AXIS, AsItIs, Path, ops_by_path
+from autoshard.microbatch.arrays import COMBINED, neutral, parts_of, put_together
 from autoshard.microbatch.batch import loop_of_batch
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.provenance import Provenance
-from autoshard.microbatch.rewrite import COMBINED, AsItIs, Inside, neutral, parts_of, put_together
+from autoshard.microbatch.rewrite import Inside
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.status import Status, partial, slice_along
 from autoshard.primitives import is_inlined
@@ -263,14 +264,11 @@ class _Ticking(AsItIs):
     def __init__(
         self, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop, stacks: Collection[Op], order: _Order
     ):
-        super().__init__(ops, differentiable=False)
+        super().__init__(ops)
         self._graph, self._loop, self._order = graph, loop, order
         self._stacks = {op.path for op in stacks}
         self._inside = Inside.of(ops, graph, rules, loop)
         self._weights: dict[int, tuple[Any, Any]] = {}
-
-    def region(self) -> Interpreter:
-        return AsItIs(self.ops, differentiable=False)
 
     def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         if path in self._stacks:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from autoshard.ir import Graph, Op
-from autoshard.lower import bind
+from autoshard.pipeline.micro import Evaluator
 from autoshard.trace import Traced, rebuilt, types_of
 from autoshard.trace.fingerprint import Canonical
 
@@ -270,34 +270,19 @@ def _is_ordered(graph: Graph, ops: Sequence[Op], renamed: Mapping[int, int]) -> 
 def _rebuilt(traced: Traced, ops: Sequence[Op], renamed: Mapping[int, int], arguments: Sequence[int], results: Sequence[int]) -> Traced:
     """The program of some ops of a graph, with some of its arguments and results."""
     graph, closed = traced.graph, traced.jaxpr
-    captured = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    literals = dict(zip(graph.literals, graph.written, strict=True))
-    types = types_of([closed.jaxpr.invars[position] for position in arguments])
+    ops = [replace(op, operands=tuple(renamed.get(value, value) for value in op.operands)) for op in ops]
 
     def function(*given: Any) -> list[Any]:
-        arrays = dict(zip((graph.arguments[position] for position in arguments), given, strict=True))
+        evaluator = Evaluator(closed, dict(zip((graph.arguments[position] for position in arguments), given, strict=True)))
+        evaluator.run(ops)
+        return [evaluator.arrays[graph.results[position]] for position in results]
 
-        def read(atom: Any, value: int) -> Any:
-            value = renamed.get(value, value)
-            if value in arrays:
-                return arrays[value]
-            return literals[value] if value in literals else captured[atom]
-
-        for op in ops:
-            made = bind(op.equation, [read(atom, value) for atom, value in zip(op.equation.invars, op.operands, strict=True)])
-            arrays.update(zip(op.results, made, strict=True))
-        return [arrays[graph.results[position]] for position in results]
-
-    jaxpr = jax.make_jaxpr(function)(*types)
-    new = {old: position for position, old in enumerate(arguments)}
-    aliases = {result: argument for result, argument in graph.aliases}
-    kept = tuple((k, new[aliases[old]]) for k, old in enumerate(results) if aliases.get(old) in new)
-    short = replace(
-        graph,
-        argument_paths=tuple(graph.argument_paths[position] for position in arguments),
-        result_paths=tuple(graph.result_paths[position] for position in results),
-        aliases=kept,
-        donated=tuple(new[position] for position in graph.donated if position in new),
-        examples=graph.examples_at([[new[k]] if k in new else [] for k in range(len(graph.arguments))]),
-    )
+    jaxpr = jax.make_jaxpr(function)(*types_of([closed.jaxpr.invars[position] for position in arguments]))
+    short = graph.with_leaves(_places(len(graph.arguments), arguments), _places(len(graph.results), results))
     return rebuilt(replace(traced, graph=short, in_tree=jax.tree.structure((0,) * len(arguments))), jaxpr, traced.microbatches)
+
+
+def _places(n: int, kept: Sequence[int]) -> list[list[int]]:
+    """Of ``n`` leaves the position of each among those that are kept; none of the others."""
+    at = {old: [new] for new, old in enumerate(kept)}
+    return [at.get(k, []) for k in range(n)]

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from autoshard.analysis.values import makers_of
 from autoshard.errors import PipelineError
 from autoshard.ir import Op
 from autoshard.ir.scan import num_carry, num_consts
@@ -156,7 +157,7 @@ class _Builder:
         self.ops, self.values = micro.body.ops, micro.graph.values
         self.stage_of = {value: stage for op, stage in zip(self.ops, cut.stages, strict=True) for value in op.results}
         self.backward = {op.index: backward for op, backward in zip(self.ops, is_backward(micro), strict=True)}
-        self.maker = {value: op for op in (*micro.graph.ops, *self.ops) for value in op.results}
+        self.maker = makers_of((*micro.graph.ops, *self.ops))
         self.of_sums = {op.index for each in micro.sums for op in (each.update, *each.inner)}
         self.sum_terms = {each.position: self._terms_by_stage(each) for each in micro.sums}
         self.loops = [self._loop(stage) for stage in range(cut.n_stages)]

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from autoshard.analysis.values import usage
 from autoshard.ir import Op
 from autoshard.ir.remat import CARRIED
 from autoshard.primitives import is_loop, is_matrix
@@ -122,24 +123,25 @@ def turning_point(eqns: Sequence[JaxprEqn], ops: Sequence[Op]) -> tuple[int, flo
 
     Gradients are not among these: nothing but the optimizer's updates reads them.
     """
-    awaited, wanted = [False] * len(eqns), set[Var]()
-    for k in reversed(range(len(eqns))):
-        heavy = is_loop(ops[k].primitive) or any(is_matrix(op.primitive) for op in ops[k].walk())
-        awaited[k] = heavy or not wanted.isdisjoint(eqns[k].outvars)
-        if awaited[k]:
-            wanted.update(variables(eqns[k].invars))
     made, last = {}, {}
-    for k, eqn in enumerate(eqns):
-        if awaited[k]:
+    for k, (eqn, is_awaited) in enumerate(zip(eqns, awaited(eqns, ops), strict=True)):
+        if is_awaited:
             last.update((var, k) for var in variables(eqn.invars) if var in made)
         made.update((var, k) for var in eqn.outvars)
-    change = np.zeros(len(eqns) + 1)
-    for var, k in last.items():
-        change[made[var] + 1] += nbytes(var)
-        change[k + 1] -= nbytes(var)
-    alive = np.cumsum(change)
+    alive = usage(len(eqns), [*map(nbytes, last)], [made[var] + 1 for var in last], [k + 1 for k in last.values()])
     turn = int(alive.argmax())
     return turn, float(alive[turn])
+
+
+def awaited(eqns: Sequence[JaxprEqn], ops: Sequence[Op]) -> list[bool]:
+    """Per equation whether it is a product or a loop, or one of these waits for it."""
+    found, wanted = [False] * len(eqns), set[Var]()
+    for k in reversed(range(len(eqns))):
+        heavy = is_loop(ops[k].primitive) or any(is_matrix(op.primitive) for op in ops[k].walk())
+        found[k] = heavy or not wanted.isdisjoint(eqns[k].outvars)
+        if found[k]:
+            wanted.update(variables(eqns[k].invars))
+    return found
 
 
 def segments(block: Block, stored: frozenset[Var], free: frozenset[Var]) -> tuple[int, ...]:
@@ -212,10 +214,8 @@ def _lives(block: Block, free: frozenset[Var]) -> np.ndarray:
 
 def _width(turn: int, lives: np.ndarray) -> np.ndarray:
     """Per position in the forward pass the bytes made before it that the forward pass reads after it."""
-    change = np.zeros(turn + 2)
-    np.add.at(change, lives[:, 0].astype(int), lives[:, 2])
-    np.subtract.at(change, lives[:, 1].astype(int) + 1, lives[:, 2])
-    return np.cumsum(change)[: turn + 1]
+    made, last, sizes = lives.T
+    return usage(turn, sizes, made, last + 1)
 
 
 def _crossing(ends: np.ndarray, lives: np.ndarray) -> np.ndarray:

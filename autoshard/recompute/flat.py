@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 from autoshard.ir import Body, Op
@@ -35,6 +37,22 @@ class Flat:
     constants: Mapping[Var, Any]
     eqns: tuple[JaxprEqn, ...]
     ops: tuple[Op, ...]
+
+    def closed(self) -> ClosedJaxpr:
+        """The program."""
+        return ClosedJaxpr(jaxpr_of(self.inputs, self.outputs, self.eqns, [*self.constants]), [*self.constants.values()])
+
+
+def jaxpr_of(inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn], constants: Sequence[Var] = ()) -> Jaxpr:
+    """A jaxpr of these equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return _empty().replace(constvars=[*constants], invars=[*inputs], outvars=[*outputs], eqns=[*eqns], effects=effects)
+
+
+@cache
+def _empty() -> Jaxpr:
+    jaxpr = jax.make_jaxpr(lambda: ())().jaxpr
+    return jaxpr.replace(debug_info=jaxpr.debug_info.with_unknown_names())
 
 
 def flat(body: ClosedJaxpr | Jaxpr, ops: Mapping[Path, Op], path: Path = (), opens: Collection[str] = ()) -> Flat:

@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autoshard.ir import Op
-from autoshard.ir.scan import num_carry, num_consts
+from autoshard.ir.scan import num_carry, num_consts, scan_parts
 from autoshard.lower import Path
 from autoshard.recompute.block import Block, nbytes, stacked, variables
 from autoshard.recompute.flat import Atom, Flat, flat
 from autoshard.recompute.hosting import hostable
 from autoshard.recompute.offload import moved, on_host
-from autoshard.recompute.regions import backward, broadcasts, jaxpr_of
+from autoshard.recompute.regions import backward, broadcasts
 from autoshard.trace import scan_params
 
 
@@ -45,25 +45,24 @@ class Pair:
     @cached_property
     def block(self) -> Block:
         """The trip's forward and backward pass."""
-        n, n_carry = num_consts(self.forward.params), num_carry(self.forward.params)
+        _, carried, _ = scan_parts(self.forward.params, self.one.inputs)
         eqns = [eqn.replace(invars=self._renamed(eqn.invars)) for eqn in self.other.eqns]
-        outputs = [self.one.outputs[k] for k in self.returned if k >= n_carry]
+        outputs = [self.one.outputs[k] for k in self.returned if k >= len(carried)]
         outputs += [v for eqn in eqns if eqn.primitive.name == "remat2" for v in eqn.invars]  # what the user's checkpoints keep
         return Block(
             (*self.one.eqns, *eqns),
             (*self.one.ops, *self.other.ops),
             len(self.one.eqns),
-            self.one.inputs[n : n + n_carry],
+            tuple(carried),
             frozenset(variables(outputs)),
         )
 
     def outer(self, backward: bool) -> Iterator[tuple[Var, Atom, bool]]:
         """One of the loops' constants and slices: the variable of the body, the operand, and whether it is a constant."""
         loop, body = (self.backward, self.other) if backward else (self.forward, self.one)
-        n, n_carry = num_consts(loop.params), num_carry(loop.params)
-        for k, (v, operand) in enumerate(zip(body.inputs, loop.invars, strict=True)):
-            if not n <= k < n + n_carry:
-                yield v, operand, k < n
+        consts, _, slices = scan_parts(loop.params, [*zip(body.inputs, loop.invars, strict=True)])
+        yield from ((v, operand, True) for v, operand in consts)
+        yield from ((v, operand, False) for v, operand in slices)
 
     def joined(self) -> Pair:
         """The pair whose backward body reads what enters both loops by its name in the forward body."""
@@ -90,50 +89,47 @@ class Pair:
         Args:
             hosted: those of the kept values whose stacks are on hosts.
         """
-        fwd, bwd = self.forward, self.backward
-        n, n_carry, length = num_consts(fwd.params), num_carry(fwd.params), fwd.params["length"]
-        results = self.results
+        results, length = self.results, self.forward.params["length"]
         outside, entering = self._broadcasts()
         eqns = backward(self.block, (), kept, results, outside)
-        wanted = dict.fromkeys(v for eqn in eqns for v in variables(eqn.invars)) | dict.fromkeys(variables(results))
-        inside = self.block.made
+        wanted = dict.fromkeys(v for atoms in (*(eqn.invars for eqn in eqns), results) for v in variables(atoms))
         hosts = {v: on_host(v) for v in hosted if v in wanted}
-        stacks = {v: stacked(hosts.get(v, v), length) for v in wanted if v in inside}
+        stacks = {v: stacked(hosts.get(v, v), length) for v in wanted if v in self.block.made}
+        forward, found = self._stacking(stacks, hosts)
 
-        outer = range(n_carry, len(fwd.outvars))
-        own_stacks = stacks.keys() - hosts.keys()
-        stays = [k for k in outer if k in self.returned or (isinstance(self.one.outputs[k], Var) and self.one.outputs[k] in own_stacks)]
-        found = {self.one.outputs[k]: fwd.outvars[k] for k in stays if isinstance(self.one.outputs[k], Var)}
-        new = {v: stack for v, stack in stacks.items() if v not in found}
-        outputs = [*self.one.outputs[:n_carry], *(self.one.outputs[k] for k in stays), *(hosts.get(v, v) for v in new)]
-        constants = tuple(self.one.constants)
-        body = ClosedJaxpr(jaxpr_of(self.one.inputs, outputs, _sent(self.one.eqns, hosts), constants), [*self.one.constants.values()])
-        made = [*fwd.outvars[:n_carry], *(fwd.outvars[k] for k in stays), *new.values()]
-        forward = fwd.replace(outvars=made, params=scan_params(fwd.params, body, n, n_carry))
+        consts, carry, slices = scan_parts(self.backward.params, [*zip(self.other.inputs, self.backward.invars, strict=True)])
+        own, _, own_slices = scan_parts(self.forward.params, [*zip(self.one.inputs, self.forward.invars, strict=True)])
+        consts = [(v, operand) for v, operand in (*consts, *entering.items(), *own) if v in wanted]
+        slices = [(v, operand) for v, operand in slices if v not in self.read]
+        slices += [(hosts.get(v, v), found.get(v, stack)) for v, stack in stacks.items()]
+        slices += [(v, operand) for v, operand in own_slices if v in wanted]
+        read = [*consts, *carry, *slices]
+        again = replace(
+            self.other,
+            inputs=tuple(v for v, _ in read),
+            outputs=tuple(results),
+            constants={**self.one.constants, **self.other.constants},
+            eqns=(*(moved(host, v) for v, host in hosts.items()), *eqns),
+        )
+        params = scan_params(self.backward.params, again.closed(), len(consts), len(carry))
+        return forward, self.backward.replace(invars=[operand for _, operand in read], params=params)
 
-        places = dict(zip(self.one.inputs, fwd.invars, strict=True))
-        consts = [v for v in self.one.inputs[:n] if v in wanted]
-        slices = [v for v in self.one.inputs[n + n_carry :] if v in wanted]
-        n_consts, m_carry = num_consts(bwd.params), num_carry(bwd.params)
-        own = list(zip(self.other.inputs, bwd.invars, strict=True))
-        own_consts = [(v, operand) for v, operand in own[:n_consts] if v in wanted]
-        more = [(v, operand) for v, operand in entering.items() if v in wanted]
-        xs = [(v, operand) for v, operand in own[n_consts + m_carry :] if v not in self.read]
-        kept_stacks = [(hosts.get(v, v), found.get(v, stack)) for v, stack in stacks.items()]
-        read = [
-            *own_consts,
-            *more,
-            *((v, places[v]) for v in consts),
-            *own[n_consts : n_consts + m_carry],
-            *xs,
-            *kept_stacks,
-            *((v, places[v]) for v in slices),
-        ]
-        both = {**self.one.constants, **self.other.constants}
-        jaxpr = jaxpr_of([v for v, _ in read], results, [*(moved(host, v) for v, host in hosts.items()), *eqns], tuple(both))
-        n_read = len(own_consts) + len(more) + len(consts)
-        params = scan_params(bwd.params, ClosedJaxpr(jaxpr, [*both.values()]), n_read, m_carry)
-        return forward, bwd.replace(invars=[operand for _, operand in read], params=params)
+    def _stacking(self, stacks: Mapping[Var, Var], hosts: Mapping[Var, Var]) -> tuple[JaxprEqn, dict[Atom, Var]]:
+        """The forward scan with stacks of values; per value that it stacked before the stack."""
+        fwd, outputs = self.forward, self.one.outputs
+        n_carry = num_carry(fwd.params)
+        in_memory = stacks.keys() - hosts.keys()
+        stays = [k for k in range(n_carry, len(outputs)) if k in self.returned or not in_memory.isdisjoint(variables([outputs[k]]))]
+        found = {outputs[k]: fwd.outvars[k] for k in stays if isinstance(outputs[k], Var)}
+        new = [v for v in stacks if v not in found]
+        body = replace(
+            self.one,
+            outputs=(*outputs[:n_carry], *(outputs[k] for k in stays), *(hosts.get(v, v) for v in new)),
+            eqns=tuple(_sent(self.one.eqns, hosts)),
+        )
+        made = [*fwd.outvars[:n_carry], *(fwd.outvars[k] for k in stays), *(stacks[v] for v in new)]
+        params = scan_params(fwd.params, body.closed(), num_consts(fwd.params), n_carry)
+        return fwd.replace(outvars=made, params=params), found
 
     def _broadcasts(self) -> tuple[list[JaxprEqn], dict[Var, Atom]]:
         """The equations of those of the loops' constants that are broadcasts, and per variable that they read the one around the loops."""
@@ -182,24 +178,13 @@ def pairs(whole: Flat, turn: int, ops: Mapping[Path, Op], opens: Collection[str]
         taken.add(last)
         bwd = whole.eqns[last]
         one, other = (flat(whole.eqns[k].params["jaxpr"], ops, (*whole.ops[k].path, 0), opens) for k in (first, last))
-        start = num_consts(bwd.params) + num_carry(bwd.params)
-        read = {
-            inner: one.outputs[positions[operand]]
-            for inner, operand in zip(other.inputs[start:], bwd.invars[start:], strict=True)
-            if isinstance(operand, Var) and operand in positions
-        }
-        elsewhere = {
-            k
-            for k, v in enumerate(fwd.outvars)
-            if v in returned or any(reader != last or v in variables(bwd.invars[:start]) for reader in readers.get(v, ()))
-        }
+        *others, sliced = scan_parts(bwd.params, [*zip(other.inputs, bwd.invars, strict=True)])
+        read = {v: one.outputs[positions[operand]] for v, operand in sliced if isinstance(operand, Var) and operand in positions}
+        whole_reads = set(variables([operand for part in others for _, operand in part]))
+        returned_too = whole_reads | returned
+        elsewhere = {k for k, v in enumerate(fwd.outvars) if v in returned_too or any(by != last for by in readers.get(v, ()))}
         yield Pair(first, last, fwd, bwd, one, other, read, frozenset(elsewhere), spread)
 
 
 def _trips(eqn: JaxprEqn) -> int | None:
     return eqn.params["length"] if eqn.primitive.name == "scan" else None
-
-
-def with_pairs(whole: Flat, rewritten: Mapping[int, JaxprEqn]) -> Flat:
-    """The program with some equations, by their numbers, replaced."""
-    return replace(whole, eqns=tuple(rewritten.get(k, eqn) for k, eqn in enumerate(whole.eqns)))

@@ -12,13 +12,11 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from autoshard.lower import ops_by_path
-from autoshard.primitives import is_loop, is_matrix
-from autoshard.recompute.block import nbytes, variables
-from autoshard.recompute.flat import Flat, flat
-from autoshard.recompute.regions import jaxpr_of
+from autoshard.recompute.block import awaited, nbytes, variables
+from autoshard.recompute.flat import flat
 from autoshard.trace import Traced, rebuilt
 
 LEAST_BYTES = 2**20  # smaller leaves stay: a transfer of so much takes as long as it takes to start a few
@@ -27,23 +25,14 @@ LEAST_BYTES = 2**20  # smaller leaves stay: a transfer of so much takes as long 
 def optimizer_state(traced: Traced) -> tuple[int, ...]:
     """The argument leaves, by their positions, that are optimizer state."""
     whole = flat(traced.jaxpr, ops_by_path(traced.graph))
-    kept = _awaited(whole).union(variables(whole.outputs))
+    heavy = zip(whole.eqns, awaited(whole.eqns, whole.ops), strict=True)
+    kept = {v for eqn, is_awaited in heavy if is_awaited for v in variables(eqn.invars)}.union(variables(whole.outputs))
     made = {v for eqn in whole.eqns for v in eqn.outvars}
     return tuple(
         argument
         for result, argument in sorted(traced.graph.aliases, key=lambda pair: pair[1])
         if (v := whole.inputs[argument]) not in kept and nbytes(v) >= LEAST_BYTES and whole.outputs[result] in made
     )
-
-
-def _awaited(whole: Flat) -> set[Var]:
-    """What products and loops read, or what they read is computed of."""
-    found: set[Var] = set()
-    for eqn, op in zip(reversed(whole.eqns), reversed(whole.ops), strict=True):
-        heavy = is_loop(op.primitive) or any(is_matrix(inner.primitive) for inner in op.walk())
-        if heavy or not found.isdisjoint(eqn.outvars):
-            found.update(variables(eqn.invars))
-    return found
 
 
 def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
@@ -71,9 +60,8 @@ def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
         eqns += (entering.pop(v) for v in dict.fromkeys(variables(eqn.invars)) if v in entering)
         eqns.append(eqn)
         eqns += (move for v in eqn.outvars for move in leaving.get(v, ()))
-    inner = jaxpr_of(inputs, outputs, eqns, tuple(whole.constants))
-    jaxpr = ClosedJaxpr(inner, [*whole.constants.values()])
-    return replace(rebuilt(traced, jaxpr, traced.microbatches), offload=tuple(sorted(leaves)))
+    made = replace(whole, inputs=tuple(inputs), outputs=tuple(outputs), eqns=tuple(eqns))
+    return replace(rebuilt(traced, made.closed(), traced.microbatches), offload=tuple(sorted(leaves)))
 
 
 def on_host(var: Any) -> Var:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,14 +15,12 @@ from autoshard.cost.compute import Roofline
 from autoshard.errors import TraceError
 from autoshard.ir import Op
 from autoshard.ir.remat import Kept, LoopKept, Remat
-from autoshard.lower import ops_by_path
 from autoshard.primitives import is_matrix
-from autoshard.recompute.block import Block, nbytes, segments, turning_point, variables
+from autoshard.recompute.block import Block, nbytes, segments
 from autoshard.recompute.choice import Chooser
-from autoshard.recompute.flat import Flat, flat
 from autoshard.recompute.hosting import fetched, hostable, sent
-from autoshard.recompute.loops import Pair, pairs, with_pairs
-from autoshard.recompute.regions import backward, jaxpr_of
+from autoshard.recompute.passes import Passes
+from autoshard.recompute.regions import backward
 from autoshard.recompute.replacing import without_checkpoints
 from autoshard.trace import Traced, rebuilt
 from autoshard.trace.structure import around, opened, subjaxprs
@@ -42,7 +40,7 @@ def rematerialised(traced: Traced, remat: Remat | None) -> Traced:
         return traced
     traced = without_checkpoints(traced) if remat.replaces else traced
     try:
-        jaxpr = _rewritten(_Passes.at(traced, remat.path, remat.kept.turn), remat, traced.jaxpr)
+        jaxpr = _rewritten(Passes.at(traced, remat.path, remat.kept.turn), remat, traced.jaxpr)
     except (IndexError, KeyError, ValueError):
         raise TraceError(
             f"recomputation is chosen for one program by the numbers of its equations, and {traced.graph.name!r} has others. Search again."
@@ -50,49 +48,7 @@ def rematerialised(traced: Traced, remat: Remat | None) -> Traced:
     return replace(rebuilt(traced, jaxpr, traced.microbatches), remat=remat)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """The list of equations that has the forward and the backward pass: the program's, or those of a loop's body.
-
-    Attributes:
-        path: of that body; () for the program itself.
-        whole: the list.
-        turn: how many of them are the forward pass.
-        pairs: the loops of the forward pass with those that differentiate them.
-        alive_bytes: what is held between the passes.
-    """
-
-    path: tuple[int, ...]
-    whole: Flat
-    turn: int
-    pairs: tuple[Pair, ...]
-    alive_bytes: float
-
-    @classmethod
-    def at(cls, traced: Traced, path: tuple[int, ...], turn: int | None = None) -> _Passes:
-        """Those of a body; the turning point is found if it is not given."""
-        ops = ops_by_path(traced.graph)
-        body = subjaxprs(traced.jaxpr.jaxpr.eqns[path[0]])[path[1]] if path else traced.jaxpr
-        whole = flat(body, ops, path)
-        found, alive = turning_point(whole.eqns, whole.ops) if turn is None else (turn, 0.0)
-        return cls(path, whole, found, tuple(pairs(whole, found, ops)), alive)
-
-    @classmethod
-    def of(cls, traced: Traced) -> _Passes:
-        """Those between which most bytes are held."""
-        loops = [(*op.path, 0) for op in traced.graph.ops if op.primitive == "scan" and len(op.path) == 1]
-        return max((cls.at(traced, path) for path in ((), *loops)), key=lambda passes: passes.alive_bytes)
-
-    def block(self, scans: Mapping[int, JaxprEqn]) -> Block:
-        """The passes, with some of their scans rewritten."""
-        whole = with_pairs(self.whole, scans)
-        checkpoints = [eqn for eqn in whole.eqns[self.turn :] if eqn.primitive.name == "remat2"]  # the user's
-        reading = (eqn.invars for eqn in (*scans.values(), *checkpoints))
-        returned = frozenset(v for atoms in (whole.outputs, *reading) for v in variables(atoms))
-        return Block(whole.eqns, whole.ops, self.turn, (), returned)
-
-
-def _rewritten(passes: _Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+def _rewritten(passes: Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     scans: dict[int, JaxprEqn] = {}
     found = {(pair.first, pair.last): pair for pair in passes.pairs}
     for loop in remat.loops:
@@ -102,16 +58,15 @@ def _rewritten(passes: _Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr
     kept, hosted = _values(block, remat.kept)
     again = backward(block, remat.kept.places, kept, passes.whole.outputs)
     forward, hosts = sent(block.eqns[: block.turn], remat.kept.places, hosted)
-    whole = passes.whole
-    inner = jaxpr_of(whole.inputs, whole.outputs, [*forward, *fetched(again, hosts)], tuple(whole.constants))
+    made = replace(passes.whole, eqns=(*forward, *fetched(again, hosts))).closed()
     if not remat.path:
-        return ClosedJaxpr(inner, [*whole.constants.values()])
+        return made
     position, _ = remat.path
     eqns = list(jaxpr.jaxpr.eqns)
     (old,) = subjaxprs(eqns[position])
-    if len(whole.constants) != len(opened(old)[1]):
+    if len(made.consts) != len(opened(old)[1]):
         raise ValueError("a loop's body captures arrays")
-    eqns[position] = around(eqns[position], [inner])
+    eqns[position] = around(eqns[position], [opened(made)[0]])
     return ClosedJaxpr(jaxpr.jaxpr.replace(eqns=eqns), jaxpr.consts)
 
 
@@ -130,7 +85,7 @@ class Options:
     """
 
     def __init__(self, traced: Traced, facts: ProgramFacts, device: Device, hosts: bool = False):
-        self.passes = _Passes.of(traced)
+        self.passes = Passes.of(traced)
         self._transfer = 2 / device.host_bandwidth_bytes_per_second if hosts else np.inf  # seconds for a byte, there and back
         self._roofline, self._facts = Roofline(device), facts
         graph, fusion = traced.graph, facts.fusion
@@ -172,12 +127,8 @@ class Options:
     @cached_property
     def _scale(self) -> float:
         """Seconds of the forward pass for the bytes that are kept of it."""
-        nothing = self.at(0.0, "auto")
-        whole = sum(seconds * length for seconds, length in self._forward_seconds())
-        return whole / nothing.plain_bytes if nothing.plain_bytes else 0.0
-
-    def _forward_seconds(self) -> list[tuple[float, int]]:
-        return [(sum(self._seconds(self.passes.whole.ops[k]) for k in range(self.passes.turn)), 1)]
+        plain = self.at(0.0, "auto").plain_bytes
+        return sum(map(self._seconds, self.passes.whole.ops[: self.passes.turn])) / plain if plain else 0.0
 
     def at(self, price: float, mode: str, share: float = 0.0) -> Remat:
         """The choice at a price, in seconds a byte.

@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from heapq import heappop, heappush
 
 import jax
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from autoshard.ir.remat import CARRIED
 from autoshard.primitives import of_kind
 from autoshard.recompute.block import Block, nbytes, segment_of, variables
-from autoshard.recompute.flat import Atom
+from autoshard.recompute.flat import Atom, jaxpr_of
 
 # Primitives that make large arrays of smaller ones, or of none.
 SPREADING = frozenset((*of_kind("broadcast"), *of_kind("creation")))
@@ -163,14 +162,6 @@ def _template() -> JaxprEqn:
     return eqn
 
 
-def jaxpr_of(inputs: Sequence[Var], outputs: Sequence[Atom], eqns: Sequence[JaxprEqn], constants: Sequence[Var] = ()) -> Jaxpr:
-    """A jaxpr of these equations."""
-    template: Jaxpr = _template().params["jaxpr"]
-    info = template.debug_info.with_unknown_names()
-    effects = frozenset().union(*(eqn.effects for eqn in eqns))
-    return template.replace(constvars=[*constants], invars=[*inputs], outvars=[*outputs], eqns=[*eqns], effects=effects, debug_info=info)
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """An equation with the place where it would be."""
@@ -181,23 +172,10 @@ class Node:
 
 def ordered(nodes: Sequence[Node]) -> list[JaxprEqn]:
     """Equations in an order in which each comes after what it reads, as near to their places as that allows; O(n log n)."""
+    import networkx
+
     maker = {v: k for k, node in enumerate(nodes) for v in node.eqn.outvars}
-    readers: dict[int, list[int]] = {}
-    missing = [0] * len(nodes)
-    for k, node in enumerate(nodes):
-        for made_by in {maker[v] for v in variables(node.eqn.invars) if v in maker}:
-            readers.setdefault(made_by, []).append(k)
-            missing[k] += 1
-    queue: list[tuple[int, int]] = []
-    for k, node in enumerate(nodes):
-        if not missing[k]:
-            heappush(queue, (node.place, k))
-    found = []
-    while queue:
-        _, k = heappop(queue)
-        found.append(nodes[k].eqn)
-        for reader in readers.get(k, ()):
-            missing[reader] -= 1
-            if not missing[reader]:
-                heappush(queue, (nodes[reader].place, reader))
-    return found
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(range(len(nodes)))
+    graph.add_edges_from((maker[v], k) for k, node in enumerate(nodes) for v in variables(node.eqn.invars) if v in maker)
+    return [nodes[k].eqn for k in networkx.lexicographical_topological_sort(graph, lambda k: nodes[k].place)]

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from autoshard.ir import Op
-from autoshard.lower import ops_by_path
-from autoshard.recompute.block import turning_point
-from autoshard.recompute.flat import Atom, flat
-from autoshard.recompute.loops import Pair, pairs, with_pairs
-from autoshard.recompute.regions import jaxpr_of
+from autoshard.recompute.flat import Atom
+from autoshard.recompute.loops import Pair
+from autoshard.recompute.passes import Passes
 from autoshard.trace import Traced, rebuilt
 from autoshard.trace.structure import subjaxprs
 
@@ -32,18 +30,15 @@ def without_checkpoints(traced: Traced) -> Traced:
     """The program that keeps what its checkpoints compute again, in layers and in loops over layers; results are the same."""
     if not any(op.primitive in CHECKPOINT for op in traced.graph.walk()):
         return traced
-    ops = ops_by_path(traced.graph)
-    whole = flat(traced.jaxpr, ops, opens=CHECKPOINT)
-    turn, _ = turning_point(whole.eqns, whole.ops)
-    loops: dict[int, JaxprEqn] = {}
-    outside = _numbered(whole.eqns[:turn])
-    for pair in pairs(whole, turn, ops, CHECKPOINT):
+    passes = Passes.at(traced, opens=CHECKPOINT)
+    whole, loops = passes.whole, dict[int, JaxprEqn]()
+    outside = _numbered(whole.eqns[: passes.turn])
+    for pair in passes.pairs:
         merged = _merged(pair, outside)
         loops[pair.first], loops[pair.last] = merged.rewritten(merged.block.needed)
-    whole = with_pairs(whole, loops)
-    eqns, _, names = _unique(whole.eqns, whole.ops)
-    inner = jaxpr_of(whole.inputs, _renamed(whole.outputs, names), eqns, tuple(whole.constants))
-    return rebuilt(traced, ClosedJaxpr(inner, [*whole.constants.values()]), traced.microbatches)
+    eqns, _, names = _unique(passes.equations(loops), whole.ops)
+    made = replace(whole, outputs=tuple(_renamed(whole.outputs, names)), eqns=tuple(eqns))
+    return rebuilt(traced, made.closed(), traced.microbatches)
 
 
 def _merged(pair: Pair, outside: Mapping[tuple, Sequence[Var]]) -> Pair:
