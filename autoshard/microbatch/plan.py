@@ -12,30 +12,19 @@ time.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from dataclasses import dataclass
 
-import numpy as np
-
-from autoshard.analysis.values import operand_readers
 from autoshard.ir import Graph, Op, Rule
-from autoshard.ir.scan import num_consts, scan_parts
-from autoshard.microbatch.ending import ends_one_by_one
+from autoshard.microbatch.carrying import Carrier, Phase
 from autoshard.microbatch.mapped import shard_maps
-from autoshard.microbatch.provenance import Provenance
-from autoshard.microbatch.sorted_rows import concerns, moved_rows, moved_search, through_trips
+from autoshard.microbatch.sorted_rows import concerns
 from autoshard.microbatch.status import (
     WHOLE,
-    ZERO,
     Coupled,
     Move,
     Status,
     as_it_is,
     factor_of,
-    joined,
-    literal_status,
-    moved,
     operand_statuses,
     partial,
     place_of,
@@ -43,15 +32,10 @@ from autoshard.microbatch.status import (
 )
 from autoshard.microbatch.work import Work
 from autoshard.primitives import is_addition, is_matrix
-from autoshard.trace import subjaxprs
-from autoshard.trace.structure import called_with, opened
-
-Phase = Literal["before", "inside", "after"]
 
 LEAST_SHARE = 1e-3  # of a program's matrix FLOPs: what fewer of them wait for is done after the loop
 SMALL_BYTES = 2**20  # of a value that may be computed twice
 SMALL_BATCHES = 4  # or so many times the batch's bytes
-MOST_PASSES = 16  # until the statuses of a loop's carries no longer change; each pass changes one at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +95,10 @@ def plan_loop(
 
 APART = "Make that an argument of the step, or compute it of each example (for batch normalisation: group or layer normalisation)"
 
-_NUMBERS = (int, float, np.ndarray, np.generic)
 _ORDERED = ("bool", "int", "uint", "float", "bfloat")  # dtypes of which the largest of equal numbers is each of them
 
 
-class _Planner:
+class _Planner(Carrier):
     """The state of one plan; ``late`` has ops that run after the loop because of what they make, each with what couples the examples."""
 
     def __init__(
@@ -128,13 +111,8 @@ class _Planner:
         work: Work,
         late: Mapping[int, Coupled] | None = None,
     ):
-        self.graph, self.rules, self.batch, self.n, self.gathers, self.late = graph, rules, dict(batch), n, gathers, dict(late or {})
-        self.work = work
-        zeros = (value for value, x in zip(graph.literals, graph.written, strict=True) if isinstance(x, _NUMBERS) and not np.any(x))
-        self.statuses: dict[int, Status] = {**dict.fromkeys(zeros, ZERO), **{value: slice_along(dim) for value, dim in batch.items()}}
-        self.moves: dict[int, Move] = {}
-        self.phases: dict[int, Phase] = {}
-        self.twice: set[int] = set()
+        super().__init__(graph, rules, batch, n)
+        self.gathers, self.work, self.late = gathers, work, dict(late or {})
         self.makers: dict[int, Op] = {}
         self.light = {value: True for value in (*graph.arguments, *graph.constants)}
         self.small_bytes = max(SMALL_BYTES, SMALL_BATCHES * sum(graph.values[value].nbytes for value in batch))
@@ -152,7 +130,7 @@ class _Planner:
                 self._place(*ops)
             for op in ops:
                 self.makers.update(dict.fromkeys(op.results, op))
-        self._draw_inside(self.graph.ops, self.graph.results)
+        self.draw_inside(self.graph.ops, self.graph.results)
         needed = {value for op in self.graph.ops if self.phases[op.index] == "after" for value in op.operands} | set(self.graph.results)
         made = [value for op in self.graph.ops if self.phases[op.index] == "inside" for value in op.results if value in needed]
         whole = {value for value in made if self.status(value).is_whole}
@@ -183,14 +161,6 @@ class _Planner:
             tuple(self.awaited),
             is_cut,
         )
-
-    def status(self, value: int) -> Status:
-        return self.statuses.get(value, WHOLE)
-
-    @cached_property
-    def known(self) -> Provenance:
-        """What values were computed from."""
-        return Provenance(self.graph)
 
     def _cause(self, own: Coupled) -> Coupled:
         """What couples the examples: an earlier op, if there is one, which is why this one needs all of them; else its own reason."""
@@ -246,30 +216,34 @@ class _Planner:
         if all(status.is_whole for status in reads):
             beside = any(maker is not None and self.phases[maker.index] == "inside" for maker in makers)  # made with what is of examples
             self.phases[op.index] = "inside" if beside else "before"
-            self._set(op, self._moved(op, reads))
+            self.keep(op, self.carried(op, reads))
             return
         try:
             if op.index in self.late:
                 raise self.late[op.index]
-            phase, move = self._inside(op, reads)
+            self.phases[op.index], move = self._inside(op, reads)
+            if move is not None:
+                self.keep(op, move)
         except Coupled as error:
-            if any(status.is_split for status in reads):
-                if light:
-                    self.early.append(error)
-                    self._whole_before(op.operands)
-                    self.phases[op.index] = "before"
-                    self.statuses.update(self._sliced_results(op, reads))
-                    return
-                self.coupled[op.index] = error
-                summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
-                if summed:
-                    self._wait(op, reads, summed)
-                else:
-                    self.gathered |= self._slices(op) - set(self.graph.arguments)
-            phase, move = "after", None
-        self.phases[op.index] = phase
-        if move is not None:
-            self._set(op, move)
+            self._place_coupled(op, reads, light, error)
+
+    def _place_coupled(self, op: Op, reads: tuple[Status, ...], light: bool, error: Coupled) -> None:
+        """Decides the phase of an op that needs all examples: before the loop where that is cheap, else after it."""
+        self.phases[op.index] = "after"
+        if not any(status.is_split for status in reads):
+            return
+        if light:
+            self.early.append(error)
+            self._whole_before(op.operands)
+            self.phases[op.index] = "before"
+            self.statuses.update(self._sliced_results(op, reads))
+            return
+        self.coupled[op.index] = error
+        summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
+        if summed:
+            self._wait(op, reads, summed)
+        else:
+            self.gathered |= self._slices(op) - set(self.graph.arguments)
 
     def _place_together(self, ops: Sequence[Op]) -> None:
         """Decides the phase of the ops of a shard_map, which run together."""
@@ -292,7 +266,7 @@ class _Planner:
                 what = f"{combined.primitive} at {combined.origin}"
                 raise self._cause(Coupled(reading[0], f"reads each example together with what comes of all of them, of {what}", APART))
             for op in ops:
-                self._set(op, self._moved(op, operand_statuses(op, self.status)))
+                self.keep(op, self.carried(op, operand_statuses(op, self.status)))
         except Coupled as error:
             self.phases.update((op.index, "after") for op in ops)
             self.coupled.update((op.index, error) for op in reading)
@@ -311,7 +285,7 @@ class _Planner:
         elif not self.waiting.keys() & set(op.operands):
             return
         try:
-            makes = self._moved(op, tuple(given)).makes
+            makes = self.carried(op, tuple(given)).makes
         except Coupled:
             makes = (partial("sum"),) * len(op.results)  # of all examples, again
         self.waiting.update(zip(op.results, makes, strict=True))
@@ -319,23 +293,19 @@ class _Planner:
     def _inside(self, op: Op, reads: tuple[Status, ...]) -> tuple[Phase, Move | None]:
         """The move of an op in the loop; sums over the examples that it reads beside them are computed before, where they are small."""
         if not any(status.is_split for status in reads):
-            move = self._moved(op, reads)
+            move = self.carried(op, reads)
             summed = is_addition(op.primitive) or op.primitive == "convert_element_type"  # one accumulator in place of two
-            if summed or all(self._is_tally(value) for value in op.results):
+            if summed or all(self.is_tally(value) for value in op.results):
                 return "inside", move
             return "after", None
         summed = [value for value, status in zip(op.operands, reads, strict=True) if status.kind == "partial"]
         sorts = self.n > 1 and concerns(op, reads)
         if summed and not (op.bodies or sorts) and all(self.light.get(value, False) for value in summed):
             reads = tuple(WHOLE if status.kind == "partial" else status for status in reads)
-            move = self._moved(op, reads)
+            move = self.carried(op, reads)
             self._whole_before(summed)
             return "inside", move
-        return "inside", self._moved(op, reads)
-
-    def _is_tally(self, value: int) -> bool:
-        """Whether a value is a few whole numbers, such as how many tokens each expert has, which a microbatch may read its own of."""
-        return self.graph.values[value].rank <= 1 and self.graph.values[value].dtype.startswith(("int", "uint"))
+        return "inside", self.carried(op, reads)
 
     def _sliced_results(self, op: Op, reads: tuple[Status, ...]) -> dict[int, Status]:
         """The statuses, inside, of the results of an op that is computed whole before: slices where they have the examples' dimension."""
@@ -348,10 +318,6 @@ class _Planner:
             return {}
         places = [place_of(rule, dims, one[0]) for dims in rule.results]
         return {value: slice_along(at[0], one[1] * at[1]) for value, at in zip(op.results, places, strict=True) if at is not None}
-
-    def _set(self, op: Op, move: Move) -> None:
-        self.moves[op.index] = move
-        self.statuses.update(zip(op.results, move.makes, strict=True))
 
     def _is_light(self, op: Op) -> bool:
         """Whether an op's results cost little to compute whole: of arguments alone, without products or bodies, and small."""
@@ -388,160 +354,8 @@ class _Planner:
             maker = self.makers.get(waiting.pop())
             if maker is not None and self.phases[maker.index] == "after":
                 self.phases[maker.index] = "inside"
-                self._set(maker, as_it_is(len(maker.operands), len(maker.results)))
+                self.keep(maker, as_it_is(len(maker.operands), len(maker.results)))
                 waiting.extend(maker.operands)
-
-    # -- operations with bodies ----------------------------------------------------------------------------------------------
-
-    def _moved(self, op: Op, reads: tuple[Status, ...]) -> Move:
-        if not op.bodies:
-            if self.n > 1 and concerns(op, reads):
-                return moved_rows(op, self.rules[op.index], reads, self.n, self.graph.values, self.known)
-            if reads == (partial("sum"),) and op.primitive == "convert_element_type" and self._is_tally(op.results[0]):
-                if self.known.is_count(op.results[0]):  # whole numbers, though they may be added up as others
-                    return Move(reads, reads)
-            return moved(op, self.rules[op.index], reads, self.n)
-        if all(status.is_whole for status in reads):
-            return Move(reads, (WHOLE,) * len(op.results))
-        if (search := moved_search(op, reads, self.n, self.known)) is not None:
-            return search
-        try:
-            return Move(reads, self._of_bodies(op, reads))
-        except Coupled:
-            if self.n > 1 or not any(status.is_split for status in reads):
-                raise
-            return as_it_is(len(op.operands), len(op.results))
-
-    def _of_bodies(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
-        match op.primitive:
-            case "scan":
-                return self._scanned(op, reads)
-            case "while":
-                return self._repeated(op, reads)
-            case "cond":
-                return self._chosen(op, reads)
-            case "remat2" | "custom_linear_solve":
-                return self._run(op, 0, [reads[k] for k in called_with(op.primitive, op.params, len(reads))])
-        raise Coupled(op, "is opaque, and reads the examples")
-
-    def _run(self, op: Op, number: int, entering: Sequence[Status]) -> tuple[Status, ...]:
-        """The statuses of a body's outputs; all its ops run inside."""
-        body = op.bodies[number]
-        self.statuses.update(zip(body.inputs, entering, strict=True))
-        for inner in body.ops:
-            self._set(inner, self._moved_in_body(inner))
-        self._draw_inside(body.ops, body.outputs)
-        written, _ = opened(subjaxprs(op.equation)[number])
-        return tuple(_of_output(atom, self.status(value)) for atom, value in zip(written.outvars, body.outputs, strict=True))
-
-    def _moved_in_body(self, op: Op) -> Move:
-        try:
-            return self._moved(op, operand_statuses(op, self.status))
-        except Coupled:
-            if self.n > 1:
-                raise
-            return as_it_is(len(op.operands), len(op.results))
-
-    def _settled(self, op: Op, carry: Sequence[Status], trip) -> tuple[list[Status], tuple[Status, ...]]:
-        """The statuses of a loop's carry, once they are those that it begins a trip with, and of the rest of what a trip makes."""
-        carried = list(carry)
-        for _ in range(MOST_PASSES):
-            made = trip(carried)
-            new = [joined(op, before, after) for before, after in zip(carried, made, strict=False)]
-            if any(status.kind == "rows" for status in new):
-                raise Coupled(op, "carries rows in the order of a sort from trip to trip")
-            if new == carried:
-                return carried, made[len(carried) :]
-            carried = new
-        raise Coupled(op, "carries values whose parts in microbatches change from trip to trip")
-
-    def _scanned(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
-        consts, carry, scanned = scan_parts(op.params, reads)
-        if any(status.is_split and status.dim == 0 for status in scanned):
-            raise Coupled(op, "goes through the examples one after the other", "Loop over another dimension than that of the examples")
-        slices = [through_trips(status, -1) for status in scanned]
-        carried, stacked = self._settled(op, carry, lambda carried: self._run(op, 0, (*consts, *carried, *slices)))
-        return (*carried, *(through_trips(status, 1) for status in stacked))
-
-    def _repeated(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
-        n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-        of_cond, of_body, carry = reads[:n_cond], reads[n_cond : n_cond + n_body], reads[n_cond + n_body :]
-        carried, _ = self._settled(op, carry, lambda carried: self._run(op, 1, (*of_body, *carried)))
-        (goes_on,) = self._run(op, 0, (*of_cond, *carried))
-        if not goes_on.is_whole and not (goes_on == partial("or") and ends_one_by_one(op)):
-            raise Coupled(op, "ends when all examples say so", "Loop a number of times that does not depend on them")
-        return tuple(carried)
-
-    def _chosen(self, op: Op, reads: tuple[Status, ...]) -> tuple[Status, ...]:
-        if not reads[0].is_whole:
-            raise Coupled(op, "chooses a branch by the examples")
-        branches = [self._run(op, number, reads[1:]) for number in range(len(op.bodies))]
-        made = branches[0]
-        for other in branches[1:]:
-            made = tuple(joined(op, one, two) for one, two in zip(made, other, strict=True))
-        return made
-
-    # -- values of no example ------------------------------------------------------------------------------------------------
-
-    def _draw_inside(self, ops: Sequence[Op], results: Collection[int]) -> None:
-        """Has ops of the top level, or of a body, make slices that each microbatch reads of what they make: random bits, masks, zeros."""
-        readers = operand_readers(ops)
-        for op in reversed(ops):
-            if op.bodies or op.mapped or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
-                continue
-            (made,) = op.results
-            is_of_none = self.phases.get(op.index, "before") == "before" and self._reads_whole(op)
-            if not is_of_none or not self.graph.values[made].rank:
-                continue
-            own = readers.get(made, ())
-            read = {self._sliced_at(reader, made) for reader in own}
-            if len(read) == 1 and (sliced := read.pop()) is not None and (split := self._factor_at(op, sliced)) is not None:
-                if op.index in self.phases:
-                    self.phases[op.index] = "inside"
-                self._set(op, Move(operand_statuses(op, self.status), (sliced,), *split))
-                for reader in own:  # which has taken a slice of the whole until now
-                    reads = operand_statuses(reader, self.status)
-                    self._set(reader, self._moved(reader, reads) if reader.bodies else replace(self.moves[reader.index], reads=reads))
-
-    def _reads_whole(self, op: Op) -> bool:
-        return all(status.is_whole for status in operand_statuses(op, self.status))
-
-    def _sliced_at(self, op: Op, value: int) -> Status | None:
-        """The slice of a value that an op inside reads; None where it reads it otherwise."""
-        move, rule = self.moves.get(op.index), self.rules[op.index]
-        if self.phases.get(op.index, "inside") != "inside" or op.index in self.twice:
-            return None
-        if op.bodies:
-            return self._sliced_in_body(op, value)
-        if move is None or rule is None or move.factor < 0:
-            return None
-        if move.made and any(made for made, read in zip(move.made, op.operands, strict=True) if read == value):
-            return None
-        places = {place_of(rule, rule.operands[place], move.factor) for place, read in enumerate(op.operands) if read == value}
-        at = places.pop() if len(places) == 1 else None
-        return None if at is None else slice_along(at[0], move.inner * at[1])
-
-    def _sliced_in_body(self, op: Op, value: int) -> Status | None:
-        """The slice of a value that all trips of an op's body read."""
-        if op.primitive not in ("scan", "remat2"):
-            return None
-        n = num_consts(op.params) if op.primitive == "scan" else len(op.operands)
-        if value in op.operands[n:]:
-            return None
-        body = op.bodies[0]
-        inputs = {inner for inner, operand in zip(body.inputs, op.operands, strict=True) if operand == value}
-        if not inputs.isdisjoint(body.outputs):
-            return None
-        read = {self._sliced_at(each, inner) for each in body.ops for inner in inputs.intersection(each.operands)}
-        return read.pop() if len(read) == 1 else None
-
-    def _factor_at(self, op: Op, sliced: Status) -> tuple[int, int] | None:
-        """The factor by which an op makes slices of its result, and how many of its indices an example has; None where it cannot."""
-        rule = self.rules[op.index]
-        split = None if rule is None else factor_of(rule, rule.results[0][sliced.dim], sliced.inner, self.n)
-        if rule is None or split is None or rule.factors[split[0]].kind != "pass_through" or rule.factors[split[0]].sends:
-            return None
-        return split
 
     # -- what holds products up ------------------------------------------------------------------------------------------------
 
@@ -559,8 +373,3 @@ class _Planner:
             cause.update(dict.fromkeys(op.results, first))
             flops[first] = flops.get(first, 0.0) + self.work.of_ops([op], self.rules, self.graph)
         return ((self.coupled[op], found) for op, found in flops.items())
-
-
-def _of_output(atom: object, status: Status) -> Status:
-    from_literal = literal_status(atom)
-    return status if from_literal is None else from_literal
