@@ -27,7 +27,8 @@ import numpy as np
 import autoshard
 from autoshard.cli.terminal import show
 from autoshard.errors import AutoshardError
-from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, has_schedule, schedule_of, simulate
+from autoshard.pipeline.schedule import SCHEDULES, has_schedule, schedule_of
+from autoshard.pipeline.simulation import PieceSeconds, simulate
 from autoshard.render import Paragraph, Report, Table
 from benchmarks.microbatches import SMALL, filled
 from benchmarks.models import Program, gpt

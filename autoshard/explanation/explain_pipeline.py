@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autoshard.explanation import Stages
 from autoshard.pipeline.drawing import draw
-from autoshard.pipeline.schedule import ONE_PROGRAM, PieceSeconds, Schedule, Task, Timeline, in_flight, in_groups, schedule_of, simulate
+from autoshard.pipeline.schedule import ONE_PROGRAM, Schedule, Task, in_flight, in_groups, schedule_of
+from autoshard.pipeline.simulation import PieceSeconds, Timeline, simulate
 from autoshard.render import Drawing, Heading, Paragraph, Part, Table, format_bytes, format_percent, format_seconds
 from autoshard.strategy import PipelineRecord, Record
 

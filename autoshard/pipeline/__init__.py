@@ -1,6 +1,7 @@
 """Pipelines: a step cut into stages that run on parts of the devices, microbatch by microbatch.
 
-`schedule` has the orders of tasks (GPipe, 1F1B, interleaved, zero-bubble), their memory, and simulation; `drawing` draws them as text.
+`schedule` has the orders of tasks (GPipe, 1F1B, interleaved, zero-bubble) and their memory, `simulation` their times; `drawing` draws these
+as text.
 
 A step becomes a pipeline in four parts. `micro` rewrites it into the program of one microbatch with what comes before and after; `cut`
 decides the stage of each of its operations, and `around` those of what comes before and after; `stages` makes one program a stage;

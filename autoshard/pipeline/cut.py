@@ -16,16 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from itertools import groupby, pairwise
 
 import numpy as np
 
-from autoshard.analysis.values import operand_readers, usage
+from autoshard.analysis.values import usage
 from autoshard.errors import PipelineError
-from autoshard.ir import Graph, Op
+from autoshard.ir import Op
 from autoshard.microbatch.work import product_flops
 from autoshard.pipeline.micro import Micro
+from autoshard.pipeline.micro_ops import is_backward, light_ops, roots_of
 from autoshard.primitives import is_matrix
 
 SLACK = 0.03  # of the largest stage's work, for fewer bytes between stages
@@ -91,57 +91,6 @@ def check_stages(n_stages: int) -> None:
         raise PipelineError(f"A pipeline has a whole number of stages, 1 or more; got {n_stages!r}. Use 2, for instance.")
 
 
-def is_backward(micro: Micro) -> tuple[bool, ...]:
-    """Per op of the body whether it belongs to the backward pass: JAX names it a transposed one, or it depends on such an op.
-
-    Where JAX names none so, it is what comes after the op at which most bytes are alive, if the program adds up arrays at all.
-    """
-    made: set[int] = set()
-    found = []
-    for op in micro.body.ops:
-        backward = "transpose(" in op.origin.name_stack or any(value in made for value in op.operands)
-        backward = backward and not all(micro.free[value] for value in op.results)
-        found.append(backward)
-        if backward:
-            made.update(op.results)
-    arrays = any(micro.graph.values[each.part].rank for each in micro.sums)
-    if any(found) or not arrays:
-        return tuple(found)
-    turn = _fullest(micro)
-    return tuple(k > turn for k in range(len(micro.body.ops)))
-
-
-def _fullest(micro: Micro) -> int:
-    """The op of the body after which most bytes of what it made are alive."""
-    ops, values = micro.body.ops, micro.graph.values
-    last = {value: k for k, op in enumerate(ops) for value in op.operands}
-    made = {value: k for k, op in enumerate(ops) for value in op.results if value in last and not micro.free[value]}
-    return int(np.argmax(usage(len(ops), [values[v].nbytes for v in made], [*made.values()], [last[v] for v in made])))
-
-
-def light_ops(micro: Micro) -> tuple[bool, ...]:
-    """Per op of the body whether each stage that reads it computes it: of constants, or cheap and of the microbatch's inputs alone."""
-    ops = micro.body.ops
-    index = micro.index
-    readers = operand_readers(ops)
-
-    def is_sliced(value: int) -> bool:
-        reads = readers.get(value, [])
-        inner = [reader for op in reads if op.primitive == "reshape" for reader in readers.get(op.results[0], [])]
-        direct = [op for op in reads if op.primitive != "reshape"]
-        return bool(reads) and all(op.primitive == "dynamic_slice" for op in (*direct, *inner))
-
-    light = {value for value in micro.entering if is_sliced(value)} | {value for value, free in enumerate(micro.free) if free}
-    light.update(() if index is None else (index,))
-    found = []
-    for op in ops:
-        effects = getattr(op.equation, "effects", ())
-        found.append(not op.bodies and not is_matrix(op.primitive) and not effects and all(value in light for value in op.operands))
-        if found[-1]:
-            light.update(op.results)
-    return tuple(found)
-
-
 class _Cutter:
     """The state of one cut: which ops are heavy, and what they read and make."""
 
@@ -155,7 +104,7 @@ class _Cutter:
         self.backward = [k for k in heavy if backward[k]]
         self.maker = {value: k for k in heavy for value in self.ops[k].results}
         self.stage: dict[int, int] = {}
-        self.roots = _roots(micro)
+        self.roots = roots_of(micro)
 
     def cut(self) -> Cut:
         self._cut_forward()
@@ -414,53 +363,3 @@ class _Stages:
     def _at_most(self, entries: Mapping[int, float], limit: float) -> None:
         self.entries += [(len(self.limits), column, entry) for column, entry in entries.items()]
         self.limits.append(limit)
-
-
-# -- arguments behind values ---------------------------------------------------------------------------------------------------
-
-
-def _roots(micro: Micro) -> dict[int, int]:
-    """Per input of the body the largest argument that it is computed of, and per sum the argument that it updates."""
-    graph = micro.graph
-    of: dict[int, int] = {value: value for value in graph.arguments}
-    for op in graph.ops:
-        if op is not micro.loop:
-            roots = [of[value] for value in op.operands if value in of]
-            if roots:
-                of.update(dict.fromkeys(op.results, max(roots, key=lambda root: graph.values[root].nbytes)))
-    found = {inner: of[outer] for inner, outer in micro.entering.items() if outer in of}
-    read = set(found.values())
-    updated = {graph.results[result]: graph.arguments[argument] for result, argument in graph.aliases if graph.arguments[argument] in read}
-    readers: dict[int, list[int]] = {}
-    for position, op in enumerate(graph.ops):
-        for value in op.operands:
-            readers.setdefault(value, []).append(position)
-    for each in micro.sums:
-        if (argument := _updated(graph, micro.loop.results[each.position], updated, readers)) is not None:
-            found[each.update.results[0]] = argument
-    return found
-
-
-def _updated(graph: Graph, total: int, updated: Mapping[int, int], readers: Mapping[int, Sequence[int]]) -> int | None:
-    """The argument that is replaced by what is computed of a sum, element by element; None where there is none.
-
-    Args:
-        updated: per result that replaces an argument, the argument.
-        readers: per value the positions of the ops that read it.
-    """
-    values, size = graph.values, graph.values[total].size
-    if size <= 1:
-        return None
-    waiting = list(readers.get(total, ()))  # ordered, and so a heap
-    seen = set(waiting)
-    while waiting:
-        for value in graph.ops[heappop(waiting)].results:
-            if values[value].size != size:
-                continue
-            if value in updated:
-                return updated[value]
-            for position in readers.get(value, ()):
-                if position not in seen:
-                    seen.add(position)
-                    heappush(waiting, position)
-    return None

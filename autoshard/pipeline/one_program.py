@@ -27,12 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import STAGE_AXIS, AsItIs, Path, ops_by_path
+from autoshard.lower import AsItIs, Path, ops_by_path
 from autoshard.microbatch.arrays import COMBINED, neutral, parts_of, put_together
 from autoshard.microbatch.batch import loop_of_batch
 from autoshard.microbatch.plan import Loop
@@ -40,11 +39,10 @@ from autoshard.microbatch.provenance import Provenance
 from autoshard.microbatch.rewrite import Inside
 from autoshard.microbatch.rules import batch_rules
 from autoshard.microbatch.status import Status, partial, slice_along
+from autoshard.pipeline.ticks import Order, Ticks, layered, of_rounds, on_stages, plain, staged
 from autoshard.primitives import is_inlined
 from autoshard.trace import Traced, rebuilt, subjaxprs, types_of
 from autoshard.trace.structure import opened
-
-_PLACEHOLDER = AbstractMesh((1,), (STAGE_AXIS,), axis_types=(AxisType.Auto,))
 
 
 def in_one_program(traced: Traced, n_stages: int, n_microbatches: int, n_rounds: int = 1) -> Traced:
@@ -64,7 +62,7 @@ def in_one_program(traced: Traced, n_stages: int, n_microbatches: int, n_rounds:
         return traced
     graph, rules = traced.graph, batch_rules(traced.graph)
     loop = loop_of_batch(graph, rules, n_microbatches)
-    order = _Order(n_stages, n_microbatches, n_rounds)
+    order = Order(n_stages, n_microbatches, n_rounds)
     stacks = _stacks(graph, loop, order)
     if not stacks:
         raise PipelineError(
@@ -74,7 +72,7 @@ def in_one_program(traced: Traced, n_stages: int, n_microbatches: int, n_rounds:
     ticking = _Ticking(ops_by_path(graph), graph, rules, loop, stacks, order)
 
     def function(*arguments: Any) -> list[Any]:
-        return [_plain(x) for x in ticking.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)]
+        return [plain(x) for x in ticking.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)]
 
     made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n_microbatches)
     again = f"; each microbatch goes through all stages {n_rounds} times" if n_rounds > 1 else ""
@@ -89,7 +87,7 @@ def in_one_program(traced: Traced, n_stages: int, n_microbatches: int, n_rounds:
 # -- which scans are stacks of layers ------------------------------------------------------------------------------------------
 
 
-def _stacks(graph: Graph, loop: Loop, order: _Order) -> tuple[Op, ...]:
+def _stacks(graph: Graph, loop: Loop, order: Order) -> tuple[Op, ...]:
     """The scans that carry examples through layers: they read stacked weights, or make their gradients.
 
     Raises:
@@ -145,116 +143,6 @@ def _scans(graph: Graph) -> str:
     return f"scans, but none that does so, such as that at {inner[0].origin}" if inner else "no scan"
 
 
-# -- arrays by tick ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """Which microbatch a stage has in which tick, and in which round.
-
-    Attributes:
-        stages, microbatches, rounds: how many there are.
-    """
-
-    stages: int
-    microbatches: int
-    rounds: int
-
-    @property
-    def tasks(self) -> int:
-        """How many microbatches a stage computes in all its rounds, each in one tick."""
-        return self.rounds * self.microbatches
-
-    @property
-    def ticks(self) -> int:
-        """How many there are."""
-        return self.tasks + self.stages - 1
-
-    def __post_init__(self):
-        if self.rounds > 1 and self.microbatches % self.stages:
-            raise PipelineError(
-                f"in several rounds stages of one program compute as many microbatches as there are stages, and these again: got "
-                f"{self.microbatches} microbatches for {self.stages} stages. Use a multiple of the stages, or schedule='one_program'."
-            )
-
-    def task(self, tick: Any) -> Any:
-        """Per stage ``(S,)`` the number of its task in a tick; outside of ``range(tasks)`` it has none."""
-        return tick - lax.iota(jnp.int32, self.stages)
-
-    def round(self, task: Any) -> Any:
-        """The round of a task."""
-        return jnp.zeros_like(task) if self.rounds == 1 else task // self.stages % self.rounds
-
-    def microbatch(self, task: Any) -> Any:
-        """The microbatch of a task."""
-        return task if self.rounds == 1 else task // (self.stages * self.rounds) * self.stages + task % self.stages
-
-    def of_round(self, x: Any, number: int) -> Any:
-        """Of an array by tasks ``(v m, ...)`` that of a round by microbatches, ``(m, ...)``."""
-        if self.rounds == 1:
-            return x
-        groups = x.reshape(self.microbatches // self.stages, self.rounds, self.stages, *x.shape[1:])
-        return lax.index_in_dim(groups, number, 1, keepdims=False).reshape(self.microbatches, *x.shape[1:])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ticks:
-    """What a stack of layers makes of its examples, layer by layer, as it is made: ``(ticks, K, S, ...)`` of a microbatch each.
-
-    Attributes:
-        array: it.
-        status: how a layer's examples are split.
-        order: what stages have when.
-    """
-
-    array: Any
-    status: Status
-    order: _Order
-
-    @property
-    def whole(self) -> Any:
-        """The same layer by layer, ``(L, ...)`` of the whole batch: for other operations than another stack of as many layers."""
-        per_stage = jnp.moveaxis(self.array, 2, 0)  # (S, ticks, K, ...)
-        first = jnp.arange(per_stage.shape[0], dtype=jnp.int32)
-        own = jax.vmap(lambda x, start: lax.dynamic_slice_in_dim(x, start, self.order.tasks))(per_stage, first)  # (S, v m, K, ...)
-        rounds = [self.order.of_round(jnp.moveaxis(own, 0, 1), number) for number in range(self.order.rounds)]
-        parts = jnp.concatenate(rounds, 1)  # (m, v S, K, ...)
-        parts = parts.reshape(parts.shape[0], parts.shape[1] * parts.shape[2], *parts.shape[3:])
-        return put_together(parts, slice_along(self.status.dim + 1, self.status.inner))
-
-
-def _plain(x: Any) -> Any:
-    return x.whole if isinstance(x, _Ticks) else x
-
-
-def _on_stages(x: Any, dim: int = 0) -> Any:
-    """The array with its dimension of stages on their mesh axis, and all others free."""
-    spec = PartitionSpec(*(STAGE_AXIS if d == dim else PartitionSpec.UNCONSTRAINED for d in range(x.ndim)))
-    return lax.with_sharding_constraint(x, NamedSharding(_PLACEHOLDER, spec))
-
-
-def _staged(x: Any, order: _Order) -> list[Any]:
-    """Layers ``(L, ...)`` by their place in a stage and by stage, ``(K, S, ...)`` of each round."""
-    parts = [x] if order.rounds == 1 else jnp.split(x, order.rounds)
-    apart = [part.reshape(order.stages, part.shape[0] // order.stages, *part.shape[1:]) for part in parts]
-    return [jnp.swapaxes(_on_stages(part), 0, 1) for part in apart]
-
-
-def _layered(parts: Sequence[Any]) -> Any:
-    """The inverse of `_staged`."""
-    apart = [_on_stages(jnp.swapaxes(part, 0, 1)) for part in parts]
-    layers = [part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in apart]
-    return layers[0] if len(layers) == 1 else lax.concatenate(layers, 0)
-
-
-def _of_round(parts: Sequence[Any], rounds: Any) -> Any:
-    """Of arrays ``(K, S, ...)`` by round what each stage has in its own ``(S,)``."""
-    found, *others = parts
-    for number, part in enumerate(others, 1):
-        found = jnp.where(lax.broadcast_in_dim(rounds == number, part.shape, (1,)), part, found)
-    return found
-
-
 # -- the interpreter -----------------------------------------------------------------------------------------------------------
 
 
@@ -262,7 +150,7 @@ class _Ticking(AsItIs):
     """Evaluates a step with its stacks of layers in ticks."""
 
     def __init__(
-        self, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop, stacks: Collection[Op], order: _Order
+        self, ops: Mapping[Path, Op], graph: Graph, rules: Sequence[Rule | None], loop: Loop, stacks: Collection[Op], order: Order
     ):
         super().__init__(ops)
         self._graph, self._loop, self._order = graph, loop, order
@@ -273,12 +161,12 @@ class _Ticking(AsItIs):
     def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         if path in self._stacks:
             return _Stack(self.ops[path], eqn, self._graph, self._loop, self._order, self._inside, self._staged).run(operands)
-        return super()._equation(eqn, operands if is_inlined(eqn.primitive.name) else [_plain(x) for x in operands], path)
+        return super()._equation(eqn, operands if is_inlined(eqn.primitive.name) else [plain(x) for x in operands], path)
 
     def _staged(self, x: Any) -> Any:
         """Weights as stages read them: one array for the forward and the backward pass, which share what is gathered of it."""
         if id(x) not in self._weights:
-            self._weights[id(x)] = x, _staged(jnp.asarray(x), self._order)
+            self._weights[id(x)] = x, staged(jnp.asarray(x), self._order)
         return self._weights[id(x)][1]
 
 
@@ -293,7 +181,7 @@ class _Read:
 class _Stack:
     """A scan over layers, in ticks."""
 
-    def __init__(self, op: Op, eqn: JaxprEqn, graph: Graph, loop: Loop, order: _Order, inside: Callable[[Any], Inside], staged: Callable):
+    def __init__(self, op: Op, eqn: JaxprEqn, graph: Graph, loop: Loop, order: Order, inside: Callable[[Any], Inside], staged: Callable):
         self.op, self.eqn, self.graph, self.inside, self.staged = op, eqn, graph, inside, staged
         self.order, self.n, self.n_layers = order, loop.n, eqn.params["length"] // (order.stages * order.rounds)
         self.reverse = bool(eqn.params["reverse"])
@@ -325,12 +213,12 @@ class _Stack:
         return self.order.stages - 1 - self.first
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
-        """The results of the scan, what it makes of examples layer by layer as `_Ticks`."""
+        """The results of the scan, what it makes of examples layer by layer as `Ticks`."""
         a, b = self.n_consts, self.n_consts + self.n_carry
         consts, carry, scanned = operands[:a], operands[a:b], operands[b:]
         carried = self.entering[a:b]
-        reads = [self._const(_plain(x), status) for x, status in zip(consts, self.entering[:a], strict=True)]
-        carry = [jnp.asarray(_plain(x), type.dtype) for x, type in zip(carry, self.types[a:b], strict=True)]
+        reads = [self._const(plain(x), status) for x, status in zip(consts, self.entering[:a], strict=True)]
+        carry = [jnp.asarray(plain(x), type.dtype) for x, type in zip(carry, self.types[a:b], strict=True)]
         each = [*zip(range(self.n_carry), carry, carried, strict=True)]
         enters = [self._entering(x, self.op.bodies[0].inputs[a + k], status) for k, x, status in each]
         slices = [self._scanned(x, status) for x, status in zip(scanned, self.entering[b:], strict=True)]
@@ -340,7 +228,7 @@ class _Stack:
         sums = [self._on_each(x) if status.is_whole else self._total(self.outputs[k], status, ()) for k, x, status in each]
 
         def tick(state: tuple, given: tuple) -> tuple[tuple, tuple]:
-            buffers, totals, sums = [_on_stages(x) for x in state[0]], state[1], state[2]
+            buffers, totals, sums = [on_stages(x) for x in state[0]], state[1], state[2]
             number, of_slices = given
             task = self.order.task(number)
             valid = (task >= 0) & (task < self.order.tasks)
@@ -351,7 +239,7 @@ class _Stack:
             of_consts = [read.take(None, at) for read in reads]
             of_layers = [read.take(part, task) for read, part in zip(slices, of_slices, strict=True)]
             left, made = self._layers(at, of_consts, moved, of_layers)
-            left = [_on_stages(x) for x in left]
+            left = [on_stages(x) for x in left]
             counts = [valid & (rounds == number) if self.order.rounds > 1 else valid for number in range(self.order.rounds)]
             kept = [
                 [self._added(*each, counting, 1) for each in zip(total, made, outputs, strict=True)]
@@ -368,9 +256,9 @@ class _Stack:
         results = [self._left(x, total, status, k) for k, (x, total, status) in enumerate(zip(through, sums, carried, strict=True))]
         for k, (x, *total, status) in enumerate(zip(by_tick, *totals, outputs, strict=True)):
             if status.kind == "slice":
-                results.append(_Ticks(x, status, self.order))
+                results.append(Ticks(x, status, self.order))
             else:
-                made = _layered(total)
+                made = layered(total)
                 narrow = self.graph.values[self.outputs[self.n_carry + k]].dtype
                 results.append(made.astype(narrow) if status.kind == "partial" else made)
         return results
@@ -398,7 +286,7 @@ class _Stack:
 
     def _scanned(self, x: Any, status: Status) -> _Read:
         """What each layer reads of its own, ``(K, S, ...)`` in a tick."""
-        if isinstance(x, _Ticks):
+        if isinstance(x, Ticks):
             if status == x.status and (x.order, x.array.shape[1]) == (self.order, self.n_layers):
                 return _Read(x.array, lambda part, task: part)
             x = x.whole
@@ -406,10 +294,10 @@ class _Stack:
             raise self._refused("reads sums over all examples layer by layer")
         if status.is_whole:
             staged = self.staged(x)
-            return _Read(None, lambda _, task: _of_round(staged, self.order.round(task)))
+            return _Read(None, lambda _, task: of_rounds(staged, self.order.round(task)))
         parts = parts_of(jnp.asarray(x), slice_along(status.dim + 1, status.inner), self.n)  # (m, L, ...)
         apart = parts.reshape(self.n, self.order.rounds, self.order.stages, self.n_layers, *parts.shape[2:])
-        per_stage = _on_stages(apart.transpose(2, 0, 1, *range(3, apart.ndim)))  # (S, m, v, K, ...)
+        per_stage = on_stages(apart.transpose(2, 0, 1, *range(3, apart.ndim)))  # (S, m, v, K, ...)
         per_stage = per_stage.reshape(self.order.stages, self.order.tasks, *per_stage.shape[3:])
 
         def take(_: Any, task: Any) -> Any:
@@ -422,11 +310,11 @@ class _Stack:
     def _empty(self, x: Any, status: Status) -> Any:
         """The buffer before the first tick."""
         shape = [n // self.n if status.kind == "slice" and dim == status.dim else n for dim, n in enumerate(x.shape)]
-        return _on_stages(jnp.zeros((self.order.stages, *shape), x.dtype))
+        return on_stages(jnp.zeros((self.order.stages, *shape), x.dtype))
 
     def _on_each(self, x: Any) -> Any:
         """What is the same for all examples, such as a key or a count of layers, on each stage."""
-        return _on_stages(jnp.broadcast_to(x, (self.order.stages, *x.shape)))
+        return on_stages(jnp.broadcast_to(x, (self.order.stages, *x.shape)))
 
     # -- in a tick -------------------------------------------------------------------------------------------------------------
 
@@ -443,8 +331,8 @@ class _Stack:
             shifted = lax.pad(x, jnp.zeros((), x.dtype), [(to, -to, 0), *[(0, 0, 0)] * (x.ndim - 1)])
         entering = jnp.asarray(entering)[None]
         if self.order.rounds > 1:
-            entering = jnp.where(round_of_first == self.first_round, entering, _on_stages(lax.rev(x, [0])))
-        return _on_stages(jnp.where(self._at(self.first, x), entering, _on_stages(shifted)))
+            entering = jnp.where(round_of_first == self.first_round, entering, on_stages(lax.rev(x, [0])))
+        return on_stages(jnp.where(self._at(self.first, x), entering, on_stages(shifted)))
 
     def _layers(self, at: Any, consts: Sequence[tuple[Any, int | None]], carry: Sequence[Any], slices: Sequence[Any]) -> tuple[list, list]:
         """What comes of the ``K`` layers of all stages: what they carry on ``(S, ...)`` and what each makes ``(K, S, ...)``."""
@@ -493,7 +381,7 @@ class _Stack:
     def _left(self, through: Any, total: Any, status: Status, k: int) -> Any:
         """What the scan carries out of its last layer."""
         if status.kind == "slice":
-            kept = lax.slice_in_dim(_on_stages(through, 1), self.last, self.last + self.order.tasks)  # the last stage's
+            kept = lax.slice_in_dim(on_stages(through, 1), self.last, self.last + self.order.tasks)  # the last stage's
             return put_together(self._of_last(self.order.of_round(kept, self.last_round), 1), status)
         last = self._of_last(total, 0)
         return last.astype(self.types[self.n_consts + k].dtype) if status.kind == "partial" else last

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: which task each stage runs when, and a simulation of them.
+"""Schedules of pipelines: which task each stage runs after which, and what that takes of memory.
 
 A step on a pipeline has one forward task (``F``) and one backward task (``B``) per piece of the program and microbatch. Where a schedule
 splits the backward pass, ``B`` computes the gradient of the piece's input, which the previous piece needs, and ``W`` the gradient of its
@@ -12,8 +12,7 @@ weights, which is needed at the end of the step alone. A schedule is one order o
 - ``zero_bubble``: ``W`` tasks fill the time in which a stage would be idle, within the memory of 1F1B's first stage: ZB-H1 (Qi et al.,
   Zero Bubble Pipeline Parallelism, 2023).
 
-Laws: every task runs once; no task starts before what it needs has arrived; the makespan is at least the work of each stage and the
-longest chain.
+Laws: every task runs once on every stage; no task waits for one that waits for it (`autoshard.pipeline.simulation`).
 """
 
 from __future__ import annotations
@@ -86,75 +85,6 @@ class Schedule:
     def kinds(self) -> tuple[str, ...]:
         """The kinds of its tasks: without ``W``, the backward tasks compute the gradients of weights as well."""
         return KINDS if any(task.kind == "W" for order in self.orders for task in order) else KINDS[:2]
-
-
-@dataclass(frozen=True, slots=True)
-class PieceSeconds:
-    """Seconds of the tasks of one piece of the program for one microbatch.
-
-    Attributes:
-        forward: of ``F``.
-        backward: of ``B``, the gradient of its input.
-        weights: of ``W``, the gradient of its weights; a schedule without ``W`` tasks adds it to ``B``.
-    """
-
-    forward: float
-    backward: float
-    weights: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """A task of a stage with its start and end in seconds."""
-
-    stage: int
-    task: Task
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What a task sends to a neighbouring piece, with the start and end of the transfer in seconds."""
-
-    source: int
-    target: int
-    task: Task
-    start_seconds: float
-    end_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """A simulated schedule.
-
-    Attributes:
-        schedule: what was simulated.
-        spans: the tasks of each stage, in order.
-        transfers: what is sent between pieces, by start.
-        dispatch_order: all tasks as (stage, task) by start, each after what it needs: an order in which one process can start them.
-    """
-
-    schedule: Schedule
-    spans: tuple[tuple[Span, ...], ...]
-    transfers: tuple[Transfer, ...]
-    dispatch_order: tuple[tuple[int, Task], ...]
-
-    @property
-    def makespan_seconds(self) -> float:
-        """The end of the last task."""
-        return max((span.end_seconds for spans in self.spans for span in spans), default=0.0)
-
-    @property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """Per stage the sum of its tasks."""
-        return tuple(sum(span.end_seconds - span.start_seconds for span in spans) for spans in self.spans)
-
-    @property
-    def bubble_fraction(self) -> float:
-        """The share of all stages' time until the makespan in which they are idle."""
-        whole = self.makespan_seconds * len(self.spans)
-        return max(1.0 - sum(self.busy_seconds) / whole, 0.0) if whole else 0.0
 
 
 # -- orders ---------------------------------------------------------------------------------------------------------------
@@ -296,8 +226,15 @@ def stages_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 def residual_bytes(schedule: Schedule, piece_bytes: Sequence[float]) -> tuple[float, ...]:
     """Per stage the most bytes of residuals that are alive at once; ``piece_bytes[p]`` are those of piece ``p`` for one microbatch."""
-    _check_length("piece_bytes", piece_bytes, schedule)
+    check_length("piece_bytes", piece_bytes, schedule)
     return tuple(max(_alive(schedule, s, piece_bytes), default=0.0) for s in range(schedule.n_stages))
+
+
+def check_length(what: str, values: Sequence, schedule: Schedule) -> None:
+    """Raises `ValueError` where there is not one entry for each piece of a schedule."""
+    n_pieces = schedule.n_stages * schedule.n_chunks
+    if len(values) != n_pieces:
+        raise ValueError(f"{what} has one entry for each of {n_pieces} pieces ({schedule.n_chunks} on each stage); got {len(values)}.")
 
 
 def _alive(schedule: Schedule, stage: int, piece_bytes: Sequence[float]) -> Iterator[float]:
@@ -308,174 +245,3 @@ def _alive(schedule: Schedule, stage: int, piece_bytes: Sequence[float]) -> Iter
         change = piece_bytes[task.chunk * schedule.n_stages + stage]
         alive += change if task.kind == "F" else -change if task.kind == frees else 0.0
         yield alive
-
-
-def peak_bytes(
-    schedule: Schedule, state_bytes: Sequence[float], piece_bytes: Sequence[float], working_bytes: Sequence[float] | None = None
-) -> tuple[float, ...]:
-    """Per stage the bytes of its device with the fullest memory.
-
-    Args:
-        schedule: the orders.
-        state_bytes: per stage what lives throughout: weights, optimizer state, accumulators of gradients.
-        piece_bytes: per piece the residuals of one microbatch.
-        working_bytes: per stage what one task needs beyond these while it runs.
-    """
-    working = working_bytes or [0.0] * schedule.n_stages
-    held = residual_bytes(schedule, piece_bytes)
-    return tuple(state + residuals + extra for state, residuals, extra in zip(state_bytes, held, working, strict=True))
-
-
-# -- simulation -----------------------------------------------------------------------------------------------------------
-
-
-def simulate(
-    schedule: Schedule,
-    task_seconds: Sequence[PieceSeconds] | PieceSeconds,
-    transfer_seconds: Sequence[float] | float = 0.0,
-    backward_transfer_seconds: Sequence[float] | float | None = None,
-) -> Timeline:
-    """The start and end of every task and transfer; O(number of tasks).
-
-    Each stage runs its order, each task as soon as what it needs has arrived. Transfers run beside tasks, one at a time in each direction
-    between two neighbouring pieces. Between pieces of the same stage nothing is sent.
-
-    Args:
-        schedule: the orders.
-        task_seconds: per piece, or one for all.
-        transfer_seconds: per pair of neighbouring pieces (``p``, ``p + 1``) the seconds in which an activation is sent, or one for all.
-        backward_transfer_seconds: the same for gradients of activations; as ``transfer_seconds`` where not given.
-
-    Raises:
-        PipelineError: the orders wait for each other in a circle.
-
-    >>> timeline = simulate(schedule_of("gpipe", 2, 3), PieceSeconds(1.0, 2.0))
-    >>> timeline.makespan_seconds, timeline.bubble_fraction
-    (12.0, 0.25)
-    """
-    n_pieces = schedule.n_stages * schedule.n_chunks
-    pieces = [task_seconds] * n_pieces if isinstance(task_seconds, PieceSeconds) else list(task_seconds)
-    _check_length("task_seconds", pieces, schedule)
-    forward = _per_boundary(transfer_seconds, n_pieces)
-    backward = forward if backward_transfer_seconds is None else _per_boundary(backward_transfer_seconds, n_pieces)
-    return _Simulation(schedule, pieces, forward, backward).run()
-
-
-def critical_path_seconds(
-    schedule: Schedule, task_seconds: Sequence[PieceSeconds] | PieceSeconds, transfer_seconds: Sequence[float] | float = 0.0
-) -> float:
-    """A lower bound of the makespan of any orders of the same tasks.
-
-    It is the longest of the chain of one microbatch through all pieces, and of each stage's own work, which begins when its first input
-    arrives and after which the last gradient has to reach the first piece.
-    """
-    n_stages, split = schedule.n_stages, "W" in schedule.kinds
-    n_pieces = n_stages * schedule.n_chunks
-    pieces = [task_seconds] * n_pieces if isinstance(task_seconds, PieceSeconds) else list(task_seconds)
-    sends = [0.0 if n_stages == 1 else seconds for seconds in _per_boundary(transfer_seconds, n_pieces)]
-    forward = [piece.forward for piece in pieces]
-    backward = [piece.backward + (0.0 if split else piece.weights) for piece in pieces]
-    weights = [piece.weights if split else 0.0 for piece in pieces]
-    bounds = [sum(forward) + sum(backward) + 2 * sum(sends) + weights[0]]
-    for s in range(n_stages):
-        begin = sum(forward[:s]) + sum(sends[:s])
-        work = schedule.n_microbatches * (sum(forward[s::n_stages]) + sum(backward[s::n_stages]))
-        bounds.append(begin + work + schedule.n_microbatches * sum(weights[s::n_stages]))
-        bounds.append(begin + work + sum(backward[:s]) + sum(sends[:s]) + weights[0])
-    return max(bounds)
-
-
-def _per_boundary(seconds: Sequence[float] | float, n_pieces: int) -> list[float]:
-    """One number for each pair of neighbouring pieces."""
-    each = [float(seconds)] * (n_pieces - 1) if isinstance(seconds, int | float) else [float(x) for x in seconds]
-    if len(each) != n_pieces - 1:
-        raise ValueError(f"one transfer for each of {n_pieces - 1} pairs of neighbouring pieces; got {len(each)}.")
-    return each
-
-
-def _check_length(what: str, values: Sequence, schedule: Schedule) -> None:
-    n_pieces = schedule.n_stages * schedule.n_chunks
-    if len(values) != n_pieces:
-        raise ValueError(f"{what} has one entry for each of {n_pieces} pieces ({schedule.n_chunks} on each stage); got {len(values)}.")
-
-
-class _Simulation:
-    """The state of one simulation: where each stage is in its order, and when what was sent arrives."""
-
-    def __init__(self, schedule: Schedule, pieces: list[PieceSeconds], forward: list[float], backward: list[float]):
-        self.schedule, self.pieces, self.sends = schedule, pieces, (forward, backward)
-        self.n_stages, self.split = schedule.n_stages, "W" in schedule.kinds
-        self.at = [0] * self.n_stages  # the next task of each stage's order
-        self.free = [0.0] * self.n_stages
-        self.link_free: dict[tuple[int, int], float] = {}
-        self.arrived: dict[tuple[str, int, int], float] = {}  # (kind of the task that reads it, piece, microbatch): seconds
-        self.spans: list[list[Span]] = [[] for _ in range(self.n_stages)]
-        self.transfers: list[Transfer] = []
-        self.started: list[Span] = []  # after those that each needs
-
-    def run(self) -> Timeline:
-        waiting = set(range(self.n_stages))
-        while waiting:
-            s = waiting.pop()
-            order = self.schedule.orders[s]
-            while self.at[s] < len(order) and (ready := self.ready(s, order[self.at[s]])) is not None:
-                waiting.update(self.start(s, order[self.at[s]], ready))
-                self.at[s] += 1
-        if any(at < len(order) for at, order in zip(self.at, self.schedule.orders, strict=True)):
-            self.refuse()
-        transfers = sorted(self.transfers, key=lambda t: (t.start_seconds, t.source, t.target, t.task))
-        order = sorted(self.started, key=lambda span: span.start_seconds)  # stable: tasks without duration stay after what they need
-        return Timeline(self.schedule, tuple(map(tuple, self.spans)), tuple(transfers), tuple((span.stage, span.task) for span in order))
-
-    def piece(self, stage: int, task: Task) -> int:
-        return task.chunk * self.n_stages + stage
-
-    def ready(self, stage: int, task: Task) -> float | None:
-        """When what a task needs is there; None if that is not known yet."""
-        piece = self.piece(stage, task)
-        if task.kind == "F" and piece == 0:
-            return 0.0
-        return self.arrived.get((task.kind, piece, task.microbatch))
-
-    def start(self, stage: int, task: Task, ready: float) -> list[int]:
-        """Runs a task; returns the stages for which it makes something arrive."""
-        piece = self.piece(stage, task)
-        start = max(self.free[stage], ready)
-        self.free[stage] = end = start + self.seconds(piece, task.kind)
-        self.started.append(Span(stage, task, start, end))
-        self.spans[stage].append(self.started[-1])
-        if task.kind == "F" and piece == len(self.pieces) - 1:
-            self.arrived["B", piece, task.microbatch] = end
-            return [stage]
-        if task.kind == "B":
-            self.arrived["W", piece, task.microbatch] = end
-        target = piece + 1 if task.kind == "F" else piece - 1
-        if task.kind == "W" or target < 0:
-            return [stage]
-        self.arrived[task.kind, target, task.microbatch] = self.send(piece, target, task, end)
-        return [target % self.n_stages]
-
-    def seconds(self, piece: int, kind: str) -> float:
-        times = self.pieces[piece]
-        if kind == "F":
-            return times.forward
-        return times.weights if kind == "W" else times.backward + (0.0 if self.split else times.weights)
-
-    def send(self, source: int, target: int, task: Task, end: float) -> float:
-        """When what a task sends arrives: one transfer at a time in each direction of a boundary."""
-        seconds = self.sends[source > target][min(source, target)]
-        if source % self.n_stages == target % self.n_stages or not seconds:
-            return end
-        start = max(end, self.link_free.get((source, target), 0.0))
-        self.link_free[source, target] = start + seconds
-        self.transfers.append(Transfer(source, target, task, start, start + seconds))
-        return start + seconds
-
-    def refuse(self) -> None:
-        stuck = [
-            f"stage {s} at {order[at]}" for s, (at, order) in enumerate(zip(self.at, self.schedule.orders, strict=True)) if at < len(order)
-        ]
-        raise PipelineError(
-            f"A task of a schedule may only wait for tasks that come first; in {self.schedule.name!r} these wait for each other: "
-            f"{', '.join(stuck)}. Change the order of one of these stages."
-        )

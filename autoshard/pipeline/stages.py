@@ -9,59 +9,24 @@ weights. So it is a program that can be searched like any step. The tasks of a s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.extend.core import ClosedJaxpr
 
 from autoshard.analysis.values import makers_of
 from autoshard.errors import PipelineError
 from autoshard.ir import Op
-from autoshard.ir.scan import num_carry, num_consts
+from autoshard.ir.scan import num_consts
 from autoshard.pipeline.around import Around, around_of
-from autoshard.pipeline.cut import EVERYWHERE, Cut, check_stages, cut_of, is_backward
+from autoshard.pipeline.cut import EVERYWHERE, Cut, check_stages, cut_of
 from autoshard.pipeline.layers import Divided, with_divided_layers
-from autoshard.pipeline.micro import Evaluator, Micro, Sum, micro_of
-from autoshard.trace import Traced, of_jaxpr, subjaxprs, types_of
-from autoshard.trace.structure import opened
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A value that one stage sends to others.
-
-    Attributes:
-        kind: ``"loop"``: of each microbatch; ``"part"``: the stage's part of a sum over microbatches; ``"value"``: another value outside
-            the loop.
-        value: its number in the graph of the step in microbatches.
-        source, targets: the stage that sends it, and those that receive it.
-        level: outside the loop, the level at which it is received (`autoshard.pipeline.around`); in the loop 0.
-        backward: in the loop, whether it is sent by the backward pass.
-        shape, dtype: of the array that is sent, in the loop of one microbatch.
-        origin: the operation that makes it and its line in the user's program.
-        name: the name of the argument that it is to the stages that receive it.
-    """
-
-    kind: str
-    value: int
-    source: int
-    targets: tuple[int, ...]
-    level: int
-    backward: bool
-    shape: tuple[int, ...]
-    dtype: str
-    origin: str
-    name: str
-
-    @property
-    def key(self) -> tuple[str, int, int]:
-        """Its kind, value and source: different for different messages."""
-        return self.kind, self.value, self.source
+from autoshard.pipeline.micro import Micro, Sum, micro_of
+from autoshard.pipeline.micro_ops import is_backward
+from autoshard.pipeline.stage_program import LoopPart, Message, OuterPart, StageProgram
+from autoshard.trace import Traced, of_jaxpr, types_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +140,7 @@ class _Builder:
             found.setdefault(first if at[term] == EVERYWHERE else at[term], []).append(term)
         return dict(sorted(found.items()))
 
-    def _loop(self, stage: int) -> _Loop:
+    def _loop(self, stage: int) -> LoopPart:
         """What a stage computes in the loop."""
         own = {op.index for op, at in zip(self.ops, self.cut.stages, strict=True) if at == stage and op.index not in self.of_sums}
         sums = tuple(each for each in self.micro.sums if stage in self.sum_terms[each.position])
@@ -193,7 +158,7 @@ class _Builder:
         received = sorted(value for value in needed - made if self.stage_of.get(value, EVERYWHERE) not in (EVERYWHERE, stage))
         entering = {inner: outer for inner, outer in self.micro.entering.items() if inner in needed}
         reads_index = self.micro.index in needed
-        return _Loop(stage, tuple(reversed(ops)), entering, sums, stacked, tuple(received), reads_index)
+        return LoopPart(stage, tuple(reversed(ops)), entering, sums, stacked, tuple(received), reads_index)
 
     def _around(self) -> Around:
         reads: dict[int, set[int]] = {}
@@ -224,7 +189,7 @@ class _Builder:
         return found | {aliases[k] for k in divided.result_dims if tuple(result_homes[part] for part in divided.results[k]) != order}
 
     @cached_property
-    def _homes(self) -> tuple[list[_Outer], tuple[int, ...], tuple[int, ...]]:
+    def _homes(self) -> tuple[list[OuterPart], tuple[int, ...], tuple[int, ...]]:
         """What each stage computes outside the loop, and the stages that have arguments and results between steps."""
         graph, around = self.micro.graph, self.around
         replaced = {result: argument for result, argument in graph.aliases}
@@ -240,7 +205,7 @@ class _Builder:
         outers[0] = replace(outers[0], arguments=tuple(sorted((*outers[0].arguments, *unread))))
         return outers, tuple(self._argument_home(k, outers, homes) for k in range(len(graph.arguments))), tuple(homes)
 
-    def _argument_home(self, k: int, outers: Sequence[_Outer], result_homes: Sequence[int]) -> int:
+    def _argument_home(self, k: int, outers: Sequence[OuterPart], result_homes: Sequence[int]) -> int:
         """The stage that has an argument between steps: of those that read it the one of what it belongs to, or that replaces it."""
         readers = [outer.stage for outer in outers if k in outer.arguments]
         replacing = [result_homes[result] for result, argument in self.micro.graph.aliases if argument == k]
@@ -250,7 +215,7 @@ class _Builder:
     def _numbers(self) -> range:
         return range(self.cut.n_stages)
 
-    def _outer(self, stage: int, results: Iterable[int]) -> _Outer:
+    def _outer(self, stage: int, results: Iterable[int]) -> OuterPart:
         """What a stage computes outside the loop."""
         around, loop, graph = self.around, self.loops[stage], self.micro.graph
         first = num_consts(self.micro.loop.params)
@@ -269,9 +234,9 @@ class _Builder:
             if is_made and around.home(value) != stage:
                 received.append(value)
         arguments = tuple(k for k, value in enumerate(graph.arguments) if value in needed)
-        return _Outer(stage, tuple(reversed(ops)), arguments, tuple(received))
+        return OuterPart(stage, tuple(reversed(ops)), arguments, tuple(received))
 
-    def _messages(self, outers: Sequence[_Outer]) -> dict[tuple[str, int, int], Message]:
+    def _messages(self, outers: Sequence[OuterPart]) -> dict[tuple[str, int, int], Message]:
         """All that stages send each other."""
         targets: dict[tuple[str, int, int], list[int]] = {}
         for outer, loop in zip(outers, self.loops, strict=True):
@@ -302,7 +267,7 @@ class _Builder:
 
     def _stage(
         self,
-        outer: _Outer,
+        outer: OuterPart,
         result_homes: tuple[int, ...],
         argument_homes: tuple[int, ...],
         messages: Mapping[tuple[str, int, int], Message],
@@ -316,7 +281,7 @@ class _Builder:
 
         receives = sorted_of(message for message in messages.values() if stage in message.targets)
         sends = sorted_of(message for message in messages.values() if message.source == stage)
-        function = self._function(outer, loop, results, receives, sends)
+        function = StageProgram(self.micro, self.sum_terms, outer, loop).function(results, receives, sends)
         types = types_of([self.micro.traced.jaxpr.jaxpr.invars[k] for k in outer.arguments])
         types += [self._type(message) for message in receives]
         homes = tuple(argument_homes[k] == stage for k in outer.arguments)
@@ -336,7 +301,7 @@ class _Builder:
         )
         return Stage(stage, traced, outer.arguments, results, homes, receives, sends, self._forward(loop, sends), _lines(loop.ops))
 
-    def _examples(self, outer: _Outer, receives: Sequence[Message]) -> tuple[frozenset[int], frozenset[int]] | None:
+    def _examples(self, outer: OuterPart, receives: Sequence[Message]) -> tuple[frozenset[int], frozenset[int]] | None:
         """The arguments of a stage's program that may hold examples: of its own and of the step's, and all that it receives."""
         graph, n = self.micro.graph, len(outer.arguments)
         own = graph.examples_at([[outer.arguments.index(k)] if k in outer.arguments else [] for k in range(len(graph.arguments))])
@@ -352,7 +317,7 @@ class _Builder:
         maker = self.maker[message.value]
         return maker.equation.outvars[maker.results.index(message.value)].aval
 
-    def _forward(self, loop: _Loop, sends: Sequence[Message]) -> tuple[bool, ...]:
+    def _forward(self, loop: LoopPart, sends: Sequence[Message]) -> tuple[bool, ...]:
         """Per result of a stage's loop whether the forward pass makes it: carries, then stacked values, then messages."""
 
         def is_forward(value: int) -> bool:
@@ -361,110 +326,6 @@ class _Builder:
 
         carries = [all(map(is_forward, self.sum_terms[each.position][loop.stage])) for each in loop.sums]
         return (*carries, *map(is_forward, loop.stacked), *(not message.backward for message in sends if message.kind == "loop"))
-
-    # -- the program --------------------------------------------------------------------------------------------------------
-
-    def _function(
-        self, outer: _Outer, loop: _Loop, results: tuple[int, ...], receives: Sequence[Message], sends: Sequence[Message]
-    ) -> Callable[..., list[Any]]:
-        """The function of a stage, from its flat arguments to its flat results."""
-        micro, graph = self.micro, self.micro.graph
-        closed = micro.traced.jaxpr
-        position_of = {op.index: k for k, op in enumerate(graph.ops)}
-        here = position_of[micro.loop.index]
-        before = [op for op in outer.ops if position_of[op.index] < here]
-        after = [op for op in outer.ops if position_of[op.index] > here]
-
-        def function(*inputs: Any) -> list[Any]:
-            arguments, arrived = inputs[: len(outer.arguments)], inputs[len(outer.arguments) :]
-            evaluator = Evaluator(closed, {graph.arguments[k]: x for k, x in zip(outer.arguments, arguments, strict=True)})
-            parts: dict[int, list[Any]] = {}
-            slices: dict[int, Any] = {}
-            for message, x in zip(receives, arrived, strict=True):
-                if message.kind == "part":
-                    parts.setdefault(message.value, []).append(x)
-                else:
-                    (slices if message.kind == "loop" else evaluator.arrays)[message.value] = x
-            evaluator.run(before)
-            totals, stacked, sent = self._looped(loop, evaluator, slices, [m.value for m in sends if m.kind == "loop"])
-            mine: dict[int, Any] = {}
-            for each, total in zip(loop.sums, totals, strict=True):
-                result = micro.loop.results[each.position]
-                if next(iter(self.sum_terms[each.position])) != loop.stage:
-                    mine[result] = total
-                    continue
-                for part in parts.get(result, ()):
-                    total = total + part
-                evaluator.arrays[result] = total
-            for value, x in zip(loop.stacked, stacked, strict=True):
-                evaluator.arrays[micro.loop.results[micro.stacked[value]]] = x
-            evaluator.run(after)
-            returned = [evaluator.read(closed.jaxpr.outvars[k], graph.results[k]) for k in results]
-            outside = [mine[m.value] if m.kind == "part" else evaluator.arrays[m.value] for m in sends if m.kind != "loop"]
-            return [jnp.asarray(x) if not hasattr(x, "aval") else x for x in (*returned, *outside, *sent)]
-
-        return function
-
-    def _looped(self, loop: _Loop, outside: Evaluator, slices: Mapping[int, Any], sent: Sequence[int]) -> tuple[Any, Any, Any]:
-        """The totals of a stage's loop over microbatches, what it stacks up, and what it sends, stacked up."""
-        micro, scan = self.micro, self.micro.loop
-        first = num_consts(scan.params)
-        (body,) = subjaxprs(scan.equation)
-        atoms = dict(zip(scan.operands, scan.equation.invars, strict=True))
-        entering = {inner: outside.read(atoms[outer], outer) for inner, outer in loop.entering.items()}
-        start = tuple(jnp.asarray(outside.read(atoms[v], v)) for v in (scan.operands[first + each.position] for each in loop.sums))
-
-        def microbatch(totals: tuple, given: tuple) -> tuple[tuple, tuple]:
-            index, arrived = given
-            inner = Evaluator(ClosedJaxpr(*opened(body)), {**entering, **arrived})
-            if micro.index is not None and index is not None:
-                inner.arrays[micro.index] = index
-            carries = [micro.body.inputs[first + each.position] for each in loop.sums]
-            inner.arrays.update(zip(carries, totals, strict=True))
-            inner.run(loop.ops)
-            new = tuple(self._added(each, loop.stage, total, inner) for each, total in zip(loop.sums, totals, strict=True))
-            return new, (tuple(inner.arrays[v] for v in loop.stacked), tuple(inner.arrays[v] for v in sent))
-
-        index = None
-        if loop.reads_index:
-            number = opened(body)[0].invars[first + num_carry(scan.params)]
-            index = jnp.arange(micro.n, dtype=number.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        totals, (stacked, messages) = lax.scan(microbatch, start, (index, {v: slices[v] for v in loop.received}), micro.n)
-        return totals, stacked, messages
-
-    def _added(self, each: Sum, stage: int, total: Any, inner: Evaluator) -> Any:
-        """A stage's total of a sum after a microbatch."""
-        if len(self.sum_terms[each.position]) == 1:
-            return inner.arrays[each.update.results[0]]
-        terms = [inner.arrays[term].astype(total.dtype) for term in self.sum_terms[each.position][stage]]
-        part = terms[0]
-        for term in terms[1:]:
-            part = part + term
-        return total + part
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Loop:
-    """A stage's part of the loop: its ops, the inputs of the body that it reads, and what it adds up, stacks and receives."""
-
-    stage: int
-    ops: tuple[Op, ...]
-    entering: Mapping[int, int]
-    sums: tuple[Sum, ...]
-    stacked: tuple[int, ...]
-    received: tuple[int, ...]
-    reads_index: bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Outer:
-    """A stage's part outside the loop: its ops, the positions of the arguments that it reads, and the values that it receives."""
-
-    stage: int
-    ops: tuple[Op, ...]
-    arguments: tuple[int, ...]
-    received: tuple[int, ...]
-
 
 def _lines(ops: Iterable[Op]) -> str:
     """The first and the last line of the user's program among the origins of ops with products, or of all where there are none."""

@@ -25,7 +25,8 @@ from autoshard.microbatch import divisors
 from autoshard.pipeline import Stage, Staged, stages_of
 from autoshard.pipeline.figures import StageFigures, stage_figures
 from autoshard.pipeline.micro import loop_of
-from autoshard.pipeline.schedule import ONE_PROGRAM, SCHEDULES, PieceSeconds, Schedule, pieces_in_flight, schedule_of, simulate
+from autoshard.pipeline.schedule import ONE_PROGRAM, SCHEDULES, Schedule, pieces_in_flight, schedule_of
+from autoshard.pipeline.simulation import PieceSeconds, simulate
 from autoshard.pipeline.tasks import joins_tasks
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.meshes import with_stage_axis

@@ -13,7 +13,7 @@ from typing import Any
 from autoshard.errors import StrategyError
 from autoshard.explanation import Explanation, Judged
 from autoshard.explanation.stored import packed
-from autoshard.pipeline.schedule import Timeline
+from autoshard.pipeline.simulation import Timeline
 from autoshard.report.data import Content, InStage, content_of, to_data
 from autoshard.report.page import framed, page
 from autoshard.report.trace import Inside, pipeline_trace, step_trace

@@ -15,7 +15,7 @@ from autoshard.explanation.build import stages_of
 from autoshard.explanation.groups import argument_groups, state_positions
 from autoshard.explanation.stored import unpacked
 from autoshard.ir.words import spec_words
-from autoshard.pipeline.schedule import Timeline
+from autoshard.pipeline.simulation import Timeline
 from autoshard.report.devices import devices_of, devices_of_stages
 from autoshard.report.memory import GROUPS, MemoryCurve, memory_curve
 from autoshard.report.program import Node, program

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from autoshard.pipeline.schedule import Timeline
+from autoshard.pipeline.simulation import Timeline
 from autoshard.report.timeline import Event, Loop
 
 MOST_EVENTS = 200_000  # viewers stay quick; loops beyond it are shown as one event

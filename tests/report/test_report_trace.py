@@ -11,7 +11,8 @@ from programs import gpt, gpt_scan, mlp
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.pipeline.schedule import SCHEDULES, PieceSeconds, schedule_of, simulate
+from autoshard.pipeline.schedule import SCHEDULES, schedule_of
+from autoshard.pipeline.simulation import PieceSeconds, simulate
 from autoshard.report.timeline import Event, Loop
 from autoshard.report.trace import pipeline_trace, step_trace
 
