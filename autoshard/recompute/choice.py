@@ -6,10 +6,10 @@ again plus the price of what is kept, exactly, as a minimum cut. Equal segments 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 from jax.extend.core import Var
@@ -133,47 +133,39 @@ class Chooser:
 
 def _cut(segment: _Segment, price: float) -> frozenset[int]:
     """The equations of a segment that are run again; of several best choices the fewest."""
-    n = len(segment.seconds)
-    first = [2 + n]
-    for results in segment.results:
-        first.append(first[-1] + len(results))
-    carry = first[-1]
-    size = carry + len(segment.carried)
-    tails, heads, costs = [], [], []
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    def edge(tail: int, head: int, cost: float) -> None:
-        tails.append(tail)
-        heads.append(head)
-        costs.append(cost)
-
-    def node(read: tuple[int, int]) -> int:
-        return carry + read[1] if read[0] < 0 else first[read[0]] + read[1]
-
-    for k, seconds in enumerate(segment.seconds):
-        edge(0, 2 + k, np.inf if seconds is None else seconds)
-        for number, (held, needed, fixed) in enumerate(segment.results[k]):
-            edge(2 + k, first[k] + number, 0.0 if fixed else price * held)
-            if needed:
-                edge(first[k] + number, 1, np.inf)
-        for read in set(segment.reads[k]):
-            edge(node(read), 2 + k, np.inf)
-    for number, (held, needed) in enumerate(segment.carried):
-        edge(0, carry + number, price * held)
-        if needed:
-            edge(carry + number, 1, np.inf)
-    cost = np.array(costs)
+    tails, heads, costs = zip(*_edges(segment, price), strict=True) if segment.seconds or segment.carried else ((), (), ())
+    cost, n = np.array(costs), len(segment.seconds)
     finite = np.isfinite(cost)
     total = cost[finite].sum()
     if not total:
         return frozenset()
     capacity = np.where(finite, np.ceil(np.where(finite, cost, 0.0) / total * SCALE), ENDLESS).astype(np.int32)
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
+    size = 2 + n + sum(map(len, segment.results)) + len(segment.carried)
     graph = csr_matrix((capacity, (tails, heads)), shape=(size, size))
-    flow = maximum_flow(graph, 0, 1).flow
-    left = graph - flow
+    left = graph - maximum_flow(graph, 0, 1).flow
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()
     reached = breadth_first_order(left.T.tocsr(), 1, return_predecessors=False)
     return frozenset(int(one) - 2 for one in reached if 2 <= one < 2 + n)
+
+
+def _edges(segment: _Segment, price: float) -> Iterator[tuple[int, int, float]]:
+    """The graph that is cut: tail, head and cost; source 0, sink 1, then equations, their results, and carries."""
+    n = len(segment.seconds)
+    first = [*accumulate(map(len, segment.results), initial=2 + n)]
+    carry = first[-1]
+    for k, seconds in enumerate(segment.seconds):
+        yield 0, 2 + k, np.inf if seconds is None else seconds
+        for number, (held, needed, fixed) in enumerate(segment.results[k]):
+            yield 2 + k, first[k] + number, 0.0 if fixed else price * held
+            if needed:
+                yield first[k] + number, 1, np.inf
+        for by, result in set(segment.reads[k]):
+            yield carry + result if by < 0 else first[by] + result, 2 + k, np.inf
+    for number, (held, needed) in enumerate(segment.carried):
+        yield 0, carry + number, price * held
+        if needed:
+            yield carry + number, 1, np.inf

@@ -109,51 +109,62 @@ def _checkpoint(
     spread: Mapping[Var, JaxprEqn],
 ) -> JaxprEqn:
     """A region as one equation with these results; ``spread`` has the broadcasts of which it has copies."""
-    wanted: set[int] = set()
+    inside = _Region(spread)
+    for k in _repeated(block, eqns, kept, again):
+        inside.add(block.eqns[k], kept)
+    for eqn in eqns:
+        inside.add(eqn)
+    effects = frozenset().union(*(eqn.effects for eqn in inside.body))
+    template = _template()
+    jaxpr = jaxpr_of(list(inside.inputs.values()), [inside.names[v] for v in results], inside.body)
+    params = {**template.params, "jaxpr": jaxpr, "differentiated": True, "prevent_cse": True, "policy": None}
+    own = {"source_info": eqns[-1].source_info, "ctx": eqns[-1].ctx}
+    return template.replace(invars=list(inside.inputs), outvars=results, params=params, effects=effects, **own)
+
+
+def _repeated(block: Block, eqns: Sequence[JaxprEqn], kept: frozenset[Var], again: frozenset[int]) -> list[int]:
+    """The equations of the forward pass that are run again for those of a region."""
+    found: set[int] = set()
     waiting = [v for eqn in eqns for v in variables(eqn.invars)]
     while waiting:
         v = waiting.pop()
         k = block.made.get(v, CARRIED)
-        if k in again and v not in kept and k not in wanted:
-            wanted.add(k)
+        if k in again and v not in kept and k not in found:
+            found.add(k)
             waiting += variables(block.eqns[k].invars)
-    names: dict[Var, Var] = {}
-    inputs: dict[Var, Var] = {}
-    body: list[JaxprEqn] = []
+    return sorted(found)
 
-    def renamed(atoms: Sequence[Atom]) -> list[Atom]:
-        found: list[Atom] = []
-        for atom in atoms:
-            if isinstance(atom, Literal):
-                found.append(atom)
-                continue
-            if atom not in names and atom in spread:
-                read, names[atom] = renamed(spread[atom].invars), Var(atom.aval)
-                body.append(spread[atom].replace(invars=read, outvars=[names[atom]]))
-            elif atom not in names:
-                names[atom] = inputs[atom] = Var(atom.aval)
-            found.append(names[atom])
-        return found
 
-    for repeated, eqn in [*((True, block.eqns[k]) for k in sorted(wanted)), *((False, eqn) for eqn in eqns)]:
-        read = renamed(eqn.invars)
-        made = []
+class _Region:
+    """The body of a region: its equations, per value its name there, and per value from outside the input that it is."""
+
+    def __init__(self, spread: Mapping[Var, JaxprEqn]):
+        self.spread = spread
+        self.body: list[JaxprEqn] = []
+        self.names: dict[Var, Var] = {}
+        self.inputs: dict[Var, Var] = {}
+
+    def add(self, eqn: JaxprEqn, kept: frozenset[Var] | None = None) -> None:
+        """Appends an equation; with ``kept``, one that is run again, perhaps for another of its results than is kept."""
+        read, made, info = [self._renamed(atom) for atom in eqn.invars], [], eqn.source_info
         for var in eqn.outvars:
-            new = var if isinstance(var, DropVar) else Var(var.aval)
-            if not (repeated and var in kept):  # an equation that is run again for another of its results
-                names[var] = new
-            made.append(new)
-        info = eqn.source_info
-        if repeated:
+            made.append(var if isinstance(var, DropVar) else Var(var.aval))
+            if kept is None or var not in kept:
+                self.names[var] = made[-1]
+        if kept is not None:
             info = info.replace(name_stack=info.name_stack.extend(AGAIN))
-        body.append(eqn.replace(invars=read, outvars=made, source_info=info))
-    effects = frozenset().union(*(eqn.effects for eqn in body))
-    template = _template()
-    jaxpr = jaxpr_of(list(inputs.values()), [names[v] for v in results], body)
-    params = {**template.params, "jaxpr": jaxpr, "differentiated": True, "prevent_cse": True, "policy": None}
-    return template.replace(
-        invars=list(inputs), outvars=results, params=params, effects=effects, source_info=eqns[-1].source_info, ctx=eqns[-1].ctx
-    )
+        self.body.append(eqn.replace(invars=read, outvars=made, source_info=info))
+
+    def _renamed(self, atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            return atom
+        if atom not in self.names and atom in self.spread:
+            read, made = [self._renamed(each) for each in self.spread[atom].invars], Var(atom.aval)
+            self.body.append(self.spread[atom].replace(invars=read, outvars=[made]))
+            self.names[atom] = made
+        elif atom not in self.names:
+            self.names[atom] = self.inputs[atom] = Var(atom.aval)
+        return self.names[atom]
 
 
 @cache
