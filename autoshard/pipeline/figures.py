@@ -23,9 +23,9 @@ from autoshard.ir import Op, shards
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
+from autoshard.pipeline.loop_tasks import CHEAP
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.stages import Message, Stage
-from autoshard.pipeline.tasks import CHEAP
 from autoshard.primitives import primitive
 from autoshard.rules import rules_of
 

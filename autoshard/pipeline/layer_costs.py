@@ -21,8 +21,8 @@ from autoshard.ir import Body, Op, shards
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.judge.evaluate import Judgement
 from autoshard.pipeline.figures import made_bytes, spent_seconds
+from autoshard.pipeline.loop_tasks import CHEAP
 from autoshard.pipeline.micro import loop_of
-from autoshard.pipeline.tasks import CHEAP
 from autoshard.primitives import primitive
 from autoshard.problem import Problem
 

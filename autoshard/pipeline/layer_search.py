@@ -50,7 +50,7 @@ class Option:
 
 
 @dataclass(slots=True, eq=False)
-class _OnMesh:
+class OnMesh:
     """The two programs on one mesh.
 
     Attributes:
@@ -94,7 +94,7 @@ class LayerSearch:
     ):
         self.programs, self.n_layers, self.searcher, self.n_fewer, self.again = programs, n_layers, searcher, n_fewer, again
         self.progress = progress
-        self.meshes = [_OnMesh(pair) for pair in zip(*problems, strict=True)]
+        self.meshes = [OnMesh(pair) for pair in zip(*problems, strict=True)]
         self.free: list[Option] = []
         self.lean: list[int] = []
         self.bound_seconds = self.floor_seconds = 0.0

@@ -64,25 +64,19 @@ def best_layering(
     counts = np.arange(1, most + 1)
     stages = [_stage(options, counts, alive, limit_bytes, send_seconds, s == n_stages - 1) for s, alive in enumerate(in_flight)]
     seconds, after = (np.stack([stage[k] for stage in stages]) for k in (0, 1))
-    values = np.unique(seconds[np.isfinite(seconds)])
-    values = values[values >= _least_pace(values, seconds, n_layers)]
-    best: tuple[float, list[int]] | None = None
-    for slowest in values[:_VALUES].tolist():
-        if best is not None and n_microbatches * slowest >= best[0]:
+    best, least = None, np.inf
+    for slowest in _paces(seconds, n_layers):
+        if n_microbatches * slowest >= least:
             break
-        found = _least_sum(np.where(seconds <= slowest * (1 + 1e-12), seconds, np.inf), n_layers)
-        if found is None:
-            continue
-        total, layers = found
-        last = max(float(after[s, k - 1]) for s, k in enumerate(layers))
+        total, layers = _least_sum(np.where(seconds <= slowest * (1 + 1e-12), seconds, np.inf), n_layers)
+        last = max((float(after[s, k - 1]) for s, k in enumerate(layers)), default=0.0)
         makespan = n_microbatches * slowest + fill * (total - slowest) + last + 2 * (n_stages - 1) * send_seconds
-        if best is None or makespan < best[0]:
-            best = makespan, layers
+        if makespan < least:
+            best, least = layers, makespan
     if best is None:
         return None
-    chosen = [int(stages[s][2][k - 1]) for s, k in enumerate(best[1])]
-    peaks = [float(stages[s][3][k - 1]) for s, k in enumerate(best[1])]
-    return Layering(tuple(best[1]), tuple(chosen), best[0], tuple(peaks))
+    options_of, peaks = ([stages[s][of][k - 1].item() for s, k in enumerate(best)] for of in (2, 3))
+    return Layering(tuple(best), tuple(options_of), least, tuple(peaks))
 
 
 def _stage(
@@ -104,8 +98,9 @@ def _stage(
     return pace, late, best, peak
 
 
-def _least_pace(values: np.ndarray, seconds: np.ndarray, n_layers: int) -> float:
-    """The least time of the slowest stage at which the stages have room for all layers."""
+def _paces(seconds: np.ndarray, n_layers: int) -> list[float]:
+    """The times of the slowest stage that are tried, from the least at which the stages have room for all layers."""
+    values = np.unique(seconds[np.isfinite(seconds)])
     low, high = 0, len(values) - 1
     while low < high:
         middle = (low + high) // 2
@@ -114,11 +109,11 @@ def _least_pace(values: np.ndarray, seconds: np.ndarray, n_layers: int) -> float
             high = middle
         else:
             low = middle + 1
-    return float(values[low]) if len(values) else 0.0
+    return values[low : low + _VALUES].tolist()
 
 
-def _least_sum(seconds: np.ndarray, n_layers: int) -> tuple[float, list[int]] | None:
-    """The least sum of the stages' seconds with all layers, and the layers of each stage; None where they have no room."""
+def _least_sum(seconds: np.ndarray, n_layers: int) -> tuple[float, list[int]]:
+    """The least sum of the stages' seconds with all layers, and the layers of each stage; infinity where they have no room."""
     n_stages, most = seconds.shape
     sums = np.full(n_layers + 1, np.inf)
     sums[0] = 0.0
@@ -130,7 +125,7 @@ def _least_sum(seconds: np.ndarray, n_layers: int) -> tuple[float, list[int]] | 
         taken[s] = np.argmin(ways, axis=0) + 1
         sums = ways.min(axis=0)
     if not np.isfinite(sums[n_layers]):
-        return None
+        return np.inf, []
     left, layers = n_layers, []
     for s in reversed(range(n_stages)):
         layers.append(int(taken[s, left]))

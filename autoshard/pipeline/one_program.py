@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial as partial_
 from typing import Any
 
 import jax
@@ -30,7 +31,7 @@ from jax.extend.core import JaxprEqn
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Graph, Op, Rule
-from autoshard.ir.scan import num_carry, num_consts
+from autoshard.ir.scan import num_carry, num_consts, scan_parts
 from autoshard.lower import AsItIs, Path, ops_by_path
 from autoshard.microbatch.arrays import COMBINED, neutral, parts_of, put_together
 from autoshard.microbatch.batch import loop_of_batch
@@ -214,14 +215,13 @@ class _Stack:
 
     def run(self, operands: Sequence[Any]) -> list[Any]:
         """The results of the scan, what it makes of examples layer by layer as `Ticks`."""
-        a, b = self.n_consts, self.n_consts + self.n_carry
-        consts, carry, scanned = operands[:a], operands[a:b], operands[b:]
-        carried = self.entering[a:b]
-        reads = [self._const(plain(x), status) for x, status in zip(consts, self.entering[:a], strict=True)]
-        carry = [jnp.asarray(plain(x), type.dtype) for x, type in zip(carry, self.types[a:b], strict=True)]
+        parts = partial_(scan_parts, self.eqn.params)
+        (consts, carry, scanned), (of_consts, carried, of_slices) = parts(operands), parts(self.entering)
+        reads = [self._const(plain(x), status) for x, status in zip(consts, of_consts, strict=True)]
+        carry = [jnp.asarray(plain(x), type.dtype) for x, type in zip(carry, parts(self.types)[1], strict=True)]
         each = [*zip(range(self.n_carry), carry, carried, strict=True)]
-        enters = [self._entering(x, self.op.bodies[0].inputs[a + k], status) for k, x, status in each]
-        slices = [self._scanned(x, status) for x, status in zip(scanned, self.entering[b:], strict=True)]
+        enters = [self._entering(x, parts(self.op.bodies[0].inputs)[1][k], status) for k, x, status in each]
+        slices = [self._scanned(x, status) for x, status in zip(scanned, of_slices, strict=True)]
         outputs = self.leaving[self.n_carry :]
         total = [self._total(self.outputs[self.n_carry + k], status, (self.n_layers,)) for k, status in enumerate(outputs)]
         totals = [total] * self.order.rounds
@@ -236,15 +236,12 @@ class _Stack:
             rounds, at = self.order.round(task), self.order.microbatch(task)
             enters_in = jnp.clip(number - self.first, 0, self.order.tasks - 1)
             moved = [self._moved(x, enter(enters_in), self.order.round(enters_in)) for x, enter in zip(buffers, enters, strict=True)]
-            of_consts = [read.take(None, at) for read in reads]
+            consts = [read.take(None, at) for read in reads]
             of_layers = [read.take(part, task) for read, part in zip(slices, of_slices, strict=True)]
-            left, made = self._layers(at, of_consts, moved, of_layers)
-            left = [on_stages(x) for x in left]
+            left, made = self._layers(at, consts, moved, of_layers)
             counts = [valid & (rounds == number) if self.order.rounds > 1 else valid for number in range(self.order.rounds)]
-            kept = [
-                [self._added(*each, counting, 1) for each in zip(total, made, outputs, strict=True)]
-                for total, counting in zip(totals, counts, strict=True)
-            ]
+            pairs = zip(totals, counts, strict=True)
+            kept = [[self._added(*each, counting, 1) for each in zip(total, made, outputs, strict=True)] for total, counting in pairs]
             ended = [self._added(*each, counts[self.last_round], 0) for each in zip(sums, left, carried, strict=True)]
             by_tick = [x if status.kind == "slice" else None for x, status in zip(made, outputs, strict=True)]
             through = [x if status.kind == "slice" else None for x, status in zip(left, carried, strict=True)]
@@ -254,14 +251,15 @@ class _Stack:
         given = jnp.arange(self.order.ticks, dtype=jnp.int32), [read.slices for read in slices]
         (_, totals, sums), (through, by_tick) = lax.scan(tick, (start, totals, sums), given, self.order.ticks, self.reverse)
         results = [self._left(x, total, status, k) for k, (x, total, status) in enumerate(zip(through, sums, carried, strict=True))]
-        for k, (x, *total, status) in enumerate(zip(by_tick, *totals, outputs, strict=True)):
-            if status.kind == "slice":
-                results.append(Ticks(x, status, self.order))
-            else:
-                made = layered(total)
-                narrow = self.graph.values[self.outputs[self.n_carry + k]].dtype
-                results.append(made.astype(narrow) if status.kind == "partial" else made)
-        return results
+        return results + [self._stacked(x, total, k) for k, (x, *total) in enumerate(zip(by_tick, *totals, strict=True), self.n_carry)]
+
+    def _stacked(self, by_tick: Any, total: Sequence[Any], k: int) -> Any:
+        """What layers make, stacked up: of examples by tick, else of all of them."""
+        status, dtype = self.leaving[k], self.graph.values[self.outputs[k]].dtype
+        if status.kind == "slice":
+            return Ticks(by_tick, status, self.order)
+        made = layered(total)
+        return made.astype(dtype) if status.kind == "partial" else made
 
     # -- what enters -----------------------------------------------------------------------------------------------------------
 
@@ -353,7 +351,7 @@ class _Stack:
             return tuple(results[: self.n_carry]), tuple(results[self.n_carry :])
 
         left, made = lax.scan(trip, tuple(carry), tuple(slices), self.n_layers, self.reverse, self.eqn.params["unroll"])
-        return list(left), list(made)
+        return [on_stages(x) for x in left], list(made)
 
     def _total(self, value: int, status: Status, shape: tuple[int, ...]) -> Any:
         """What is summed over microbatches, or the same for all of them, before the first one; None for what each has its own of."""

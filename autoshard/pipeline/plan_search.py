@@ -30,23 +30,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autoshard.cluster import Cluster
-from autoshard.cost.collectives import Communication
-from autoshard.errors import ClusterError, InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
-from autoshard.microbatch import divisors, in_loop
+from autoshard.microbatch import in_loop
+from autoshard.pipeline.estimates import Estimator
 from autoshard.pipeline.layer_search import FEWER, LayerSearch, Option
-from autoshard.pipeline.layering import best_layering
 from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Plans, Problems
-from autoshard.pipeline.repeats import Layers, handed_on_bytes, layers_of, shortened
-from autoshard.pipeline.schedule import has_schedule, schedule_of, stages_in_flight
+from autoshard.pipeline.repeats import Layers, layers_of, shortened
 from autoshard.primitives import is_matrix
 from autoshard.progress import Progress, silent
 from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
-MOST_MICROBATCHES = 64  # times the number of stages
-FIRST_MICROBATCHES = 4  # times the number of stages, the fewest that are tried: the bubble is 20 % then
 PRICE_FACTOR = 4.0  # between prices of bytes
 FAR = 64.0  # times a price at which nothing fits, the one at which something would
 HARDLY = 1.5  # times the memory: numbers of microbatches with which so much is needed are not tried
@@ -112,14 +108,14 @@ class Planning:
 
     def __init__(self, traced: Traced, layers: Layers, programs: tuple[Traced, Traced], cluster: Cluster, problems: Problems, asked: Asked):
         self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
-        self.programs = programs
+        self.programs, self.estimator = programs, Estimator(layers, cluster, asked)
         self.again: list[tuple[int, int, tuple[Traced, Traced]]] | None = None  # recomputations, made when they are needed
         self.fill = min(FILL[name] for name in asked.schedules)
         self.price = 0.0  # seconds a byte at which something fitted
         self.until = self.until_cpu = self.below = math.inf
         self.known: dict[Candidate, _Known] = {}
         alone: dict[int, tuple[float, float]] = {}
-        candidates = self.candidates()
+        candidates = self.estimator.candidates(programs[0])
         part = self.part(min(candidates).n_stages) if candidates else cluster
         self.plain = [problems(program, part) for program in programs] if candidates else []  # in one microbatch, on the largest part
         for each in candidates:
@@ -200,32 +196,6 @@ class Planning:
         return self.bounds(candidate).computing_seconds < min(fastest, self.below) * (1 - gain)
 
     # -- candidates ---------------------------------------------------------------------------------------------------
-
-    def candidates(self) -> list[Candidate]:
-        """Numbers of stages with which the cluster has equal parts, each with a first number of microbatches and its multiples by twos.
-
-        The first is the divisor of the batch next to a few times the stages: with fewer, more of the time is spent in filling and draining.
-        """
-        numbers, found = [1, *divisors(self.programs[0])], []
-        if self.asked.microbatches is not None:
-            numbers = [n for n in numbers if n == self.asked.microbatches]
-        for n_stages in self.asked.stages or range(1, min(self.layers.count, self.cluster.n_devices) + 1):
-            possible = [n for n in numbers if n_stages == 1 or (n > 1 and any(has_schedule(s, n_stages, n) for s in self.asked.schedules))]
-            if not possible or not self.has_parts(n_stages):
-                continue
-            wanted = 1 if n_stages == 1 else FIRST_MICROBATCHES * n_stages
-            first = min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
-            most = max(MOST_MICROBATCHES * n_stages, first)
-            found += [Candidate(n_stages, n) for n in possible if n <= most and n % first == 0 and (n // first).bit_count() == 1]
-        return found
-
-    def has_parts(self, n_stages: int) -> bool:
-        """Whether the cluster has so many equal parts."""
-        try:
-            self.cluster.part(n_stages)
-        except ClusterError:
-            return False
-        return True
 
     def bound(self, candidate: Candidate) -> float:
         """A lower bound of the candidate's makespan without overlap."""
@@ -308,7 +278,7 @@ class Planning:
             return
         known.search = search
         self.tell_others(candidate, known.search)
-        known.found = self.layered(candidate, known.search.free)
+        known.found = self.estimator.best(candidate, search.meshes, search.free)
         if not known.found and self.bound(candidate) < self.fastest_objective():
             self.search_less_memory(candidate, known)
 
@@ -329,19 +299,19 @@ class Planning:
         """
         own = known.search
         assert own is not None
-        in_flight = max(max(self.in_flight(name, candidate)) for name in self.schedules(candidate))
+        in_flight = max(max(self.estimator.in_flight(name, candidate)) for name in self.estimator.schedules(candidate))
         whole = own.free[0].costs.of(self.layers.count / candidate.n_stages)
         nbytes = whole.state_bytes + whole.other_bytes + in_flight * whole.kept_bytes
         known.price = self.price or candidate.n_microbatches * whole.objective_seconds / max(nbytes, 1.0)
         known.again = again = self.recomputed(candidate, own)
         options = [option for search in (own, *again) for option in search.free]
         if again:
-            known.found = self.layered(candidate, options)
+            known.found = self.estimator.best(candidate, own.meshes, options)
 
         def fits(price: float) -> bool:
             for search in (own, *again[-1:]):
                 options.extend(search.priced(price, in_flight))
-            found = self.layered(candidate, options)
+            found = self.estimator.best(candidate, own.meshes, options)
             known.found = found or known.found
             return bool(found)
 
@@ -395,55 +365,6 @@ class Planning:
             if fewer is not None and more is not None:
                 yield number, FEWER, (fewer, more)
 
-    def layered(self, candidate: Candidate, options: Sequence[Option]) -> list[Estimate]:
-        """The best plan of each schedule that fits, of stages that all have one mesh and recomputation, and one of these options each."""
-        groups: dict[tuple[int, int | None], list[Option]] = {}
-        for option in options:
-            groups.setdefault((option.mesh, option.again), []).append(option)
-        found = []
-        for name in self.schedules(candidate):
-            each = [self.estimate(candidate, name, group) for group in groups.values()]
-            found.append(min(filter(None, each), key=lambda one: one.makespan_seconds, default=None))
-        return [each for each in found if each is not None]
-
-    def schedules(self, candidate: Candidate) -> list[str]:
-        """Those that the candidate may have."""
-        if candidate.n_stages == 1:
-            return [self.asked.schedules[0]]
-        chunks = {"interleaved": 2}
-        return [
-            name
-            for name in self.asked.schedules
-            if has_schedule(name, candidate.n_stages, candidate.n_microbatches)
-            and candidate.n_stages * chunks.get(name, 1) <= self.layers.count
-        ]
-
-    def in_flight(self, name: str, candidate: Candidate) -> tuple[int, ...]:
-        """Per stage how many microbatches it keeps at most."""
-        n = candidate.n_stages
-        if name == "1f1b":  # without making a schedule of many tasks
-            return tuple(min(n - s, candidate.n_microbatches) for s in range(n))
-        few = min(candidate.n_microbatches, 4 * n) if name != "gpipe" else candidate.n_microbatches
-        return stages_in_flight(schedule_of(name, n, few - few % n if name == "interleaved" else few))
-
-    def estimate(self, candidate: Candidate, name: str, options: Sequence[Option]) -> Estimate | None:
-        """The best plan under one schedule, on one mesh and with one recomputation; None where nothing fits."""
-        costs = [option.costs for option in options]
-        alive, send, n = self.in_flight(name, candidate), self.send_seconds(candidate), candidate.n_microbatches
-        fill = FILL[name]
-        layering = best_layering(costs, self.layers.count, n, alive, self.asked.limit_bytes, send, fill)
-        if layering is None:
-            return None
-        last = candidate.n_stages - 1
-        stages = [costs[o].of(k, float(s == last)) for s, (o, k) in enumerate(zip(layering.options, layering.layers, strict=True))]
-        times = [stage.objective_seconds for stage in stages]
-        slowest = max(*times, send)
-        objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
-        searched = self.known[candidate].search
-        assert searched is not None
-        mesh = searched.meshes[options[0].mesh].problems[0].mesh
-        return Estimate(candidate, name, mesh, layering, tuple(costs), options[0].again, objective)
-
     def tell_others(self, candidate: Candidate, search: LayerSearch) -> None:
         """Raises the bounds of this candidate and of those that it bounds."""
         for other, known in self.known.items():
@@ -477,12 +398,3 @@ class Planning:
             if is_past or known.work >= enough:
                 break
             price /= PRICE_FACTOR**2
-
-    def send_seconds(self, candidate: Candidate) -> float:
-        """One transfer of what a layer hands to the next, each device to its counterpart in the next stage."""
-        if candidate.n_stages == 1:
-            return 0.0
-        n_devices = self.cluster.n_devices // candidate.n_stages
-        mesh = Mesh((("stage", candidate.n_stages), ("device", n_devices)))
-        nbytes = handed_on_bytes(self.layers) / candidate.n_microbatches / n_devices
-        return Communication(self.cluster.links(mesh)).seconds("collective_permute", nbytes, (0,))

@@ -237,7 +237,7 @@ def test_no_plan_is_below_its_bounds(program, schedules, most):
     compared = 0
     for candidate in (each for each in planning.known if each.n_microbatches <= most):
         bounds = planning.bounds(candidate)
-        for name in planning.schedules(candidate):
+        for name in planning.estimator.schedules(candidate):
             staged = {} if candidate.n_stages == 1 else {"stages": candidate.n_stages, "schedule": name}
             options = staged | {"microbatches": candidate.n_microbatches, "donate_argnums": 0, "cluster": cluster}
             cost = autoshard.search(fn, *args, **options).cost

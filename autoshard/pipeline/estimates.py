@@ -1,0 +1,116 @@
+"""Makespans of numbers of stages and microbatches, from the costs of a layer, with the best schedule and division of layers into stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autoshard.cluster import Cluster
+from autoshard.cost.collectives import Communication
+from autoshard.errors import ClusterError
+from autoshard.ir import Mesh
+from autoshard.microbatch import divisors
+from autoshard.pipeline.layer_search import OnMesh, Option
+from autoshard.pipeline.layering import best_layering
+from autoshard.pipeline.plans import FILL, Asked, Candidate, Estimate
+from autoshard.pipeline.repeats import Layers, handed_on_bytes
+from autoshard.pipeline.schedule import has_schedule, schedule_of, stages_in_flight
+from autoshard.trace import Traced
+
+MOST_MICROBATCHES = 64  # times the number of stages
+FIRST_MICROBATCHES = 4  # times the number of stages, the fewest that are tried: the bubble is 20 % then
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimator:
+    """What is estimated of a step: its layers, on a cluster, as they are asked for."""
+
+    layers: Layers
+    cluster: Cluster
+    asked: Asked
+
+    def candidates(self, program: Traced) -> list[Candidate]:
+        """Numbers of stages with which the cluster has equal parts, each with a first number of microbatches and its multiples by twos.
+
+        The first is the divisor of the batch next to a few times the stages: with fewer, more of the time is spent in filling and draining.
+
+        Args:
+            program: the step, perhaps with fewer layers.
+        """
+        numbers, found = [1, *divisors(program)], []
+        if self.asked.microbatches is not None:
+            numbers = [n for n in numbers if n == self.asked.microbatches]
+        for n_stages in self.asked.stages or range(1, min(self.layers.count, self.cluster.n_devices) + 1):
+            possible = [n for n in numbers if n_stages == 1 or (n > 1 and any(has_schedule(s, n_stages, n) for s in self.asked.schedules))]
+            if not possible or not self.has_parts(n_stages):
+                continue
+            wanted = 1 if n_stages == 1 else FIRST_MICROBATCHES * n_stages
+            first = min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
+            most = max(MOST_MICROBATCHES * n_stages, first)
+            found += [Candidate(n_stages, n) for n in possible if n <= most and n % first == 0 and (n // first).bit_count() == 1]
+        return found
+
+    def has_parts(self, n_stages: int) -> bool:
+        """Whether the cluster has so many equal parts."""
+        try:
+            self.cluster.part(n_stages)
+        except ClusterError:
+            return False
+        return True
+
+    def best(self, candidate: Candidate, meshes: Sequence[OnMesh], options: Sequence[Option]) -> list[Estimate]:
+        """The best plan of each schedule that fits, of stages that all have one mesh and recomputation, and one of these options each."""
+        groups: dict[tuple[int, int | None], list[Option]] = {}
+        for option in options:
+            groups.setdefault((option.mesh, option.again), []).append(option)
+        found = []
+        for name in self.schedules(candidate):
+            each = [self.estimate(candidate, name, meshes, group) for group in groups.values()]
+            found.append(min(filter(None, each), key=lambda one: one.makespan_seconds, default=None))
+        return [each for each in found if each is not None]
+
+    def schedules(self, candidate: Candidate) -> list[str]:
+        """Those that the candidate may have."""
+        if candidate.n_stages == 1:
+            return [self.asked.schedules[0]]
+        chunks = {"interleaved": 2}
+        return [
+            name
+            for name in self.asked.schedules
+            if has_schedule(name, candidate.n_stages, candidate.n_microbatches)
+            and candidate.n_stages * chunks.get(name, 1) <= self.layers.count
+        ]
+
+    def in_flight(self, name: str, candidate: Candidate) -> tuple[int, ...]:
+        """Per stage how many microbatches it keeps at most."""
+        n = candidate.n_stages
+        if name == "1f1b":  # without making a schedule of many tasks
+            return tuple(min(n - s, candidate.n_microbatches) for s in range(n))
+        few = min(candidate.n_microbatches, 4 * n) if name != "gpipe" else candidate.n_microbatches
+        return stages_in_flight(schedule_of(name, n, few - few % n if name == "interleaved" else few))
+
+    def estimate(self, candidate: Candidate, name: str, meshes: Sequence[OnMesh], options: Sequence[Option]) -> Estimate | None:
+        """The best plan under one schedule, on one mesh and with one recomputation; None where nothing fits."""
+        costs = [option.costs for option in options]
+        alive, send, n = self.in_flight(name, candidate), self.send_seconds(candidate), candidate.n_microbatches
+        fill = FILL[name]
+        layering = best_layering(costs, self.layers.count, n, alive, self.asked.limit_bytes, send, fill)
+        if layering is None:
+            return None
+        last = candidate.n_stages - 1
+        stages = [costs[o].of(k, float(s == last)) for s, (o, k) in enumerate(zip(layering.options, layering.layers, strict=True))]
+        times = [stage.objective_seconds for stage in stages]
+        slowest = max(*times, send)
+        objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
+        mesh = meshes[options[0].mesh].problems[0].mesh
+        return Estimate(candidate, name, mesh, layering, tuple(costs), options[0].again, objective)
+
+    def send_seconds(self, candidate: Candidate) -> float:
+        """One transfer of what a layer hands to the next, each device to its counterpart in the next stage."""
+        if candidate.n_stages == 1:
+            return 0.0
+        n_devices = self.cluster.n_devices // candidate.n_stages
+        mesh = Mesh((("stage", candidate.n_stages), ("device", n_devices)))
+        nbytes = handed_on_bytes(self.layers) / candidate.n_microbatches / n_devices
+        return Communication(self.cluster.links(mesh)).seconds("collective_permute", nbytes, (0,))
