@@ -140,10 +140,8 @@ def explain_tensor(
     wanted = None if asked is None else _layout(asked, tensors, judged)
     options = {layout: _option(judged, problem, tensors, layout, now) for layout in layouts(rank, len(mesh.axes))}
     own = options.pop(now).with_cost(record.cost)
-    ranked = sorted(
-        (layout for layout, each in options.items() if not each.obstacle),
-        key=_rank(problem, hints, tensors, wanted),
-    )
+    available = (layout for layout, each in options.items() if not each.obstacle)
+    ranked = sorted(available, key=_rank(problem, hints, tensors, wanted))
     most = len(ranked) if searches_all else max(LEAST_SEARCHED, SEARCHED_OPS // max(len(judged.facts.graph.walk()), 1))
     for layout in ranked[:most]:
         options[layout] = _searched(judged, problem, hints, tensors, layout, options[layout])

@@ -170,13 +170,18 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
         remedy = f"Use {format_alternatives(possible)}" if possible else NAMED
         raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. {remedy}.")
     if not best[0][-1]:
-        causes = [*(cause for cause, _ in best[1].coupled), *best[1].early]
-        paths = _listed(_path(graph, value) for value in best[1].batch)
-        why = str(causes[0]) if causes else f"no {work.unit} is computed of single examples of {paths}"
-        remedy = causes[0].remedy if causes else NAMED
-        others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {n} does not divide" if indivisible else ""
-        raise TraceError(f"microbatches are computed one after the other, and {why}{others}. {remedy}, {ELSE}")
+        raise _nothing_inside(graph, best[1], indivisible)
     return best[1]
+
+
+def _nothing_inside(graph: Graph, loop: Loop, indivisible: Sequence[str]) -> TraceError:
+    """The refusal of a batch that no work is computed of, example by example; ``indivisible`` is what else could be one."""
+    causes = [*(cause for cause, _ in loop.coupled), *loop.early]
+    paths = _listed(_path(graph, value) for value in loop.batch)
+    why = str(causes[0]) if causes else f"no {Work.of(graph).unit} is computed of single examples of {paths}"
+    remedy = causes[0].remedy if causes else NAMED
+    others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {loop.n} does not divide" if indivisible else ""
+    return TraceError(f"microbatches are computed one after the other, and {why}{others}. {remedy}, {ELSE}")
 
 
 def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceError | None:

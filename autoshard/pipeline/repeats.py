@@ -272,8 +272,10 @@ def _rebuilt(traced: Traced, ops: Sequence[Op], renamed: Mapping[int, int], argu
     graph, closed = traced.graph, traced.jaxpr
     ops = [replace(op, operands=tuple(renamed.get(value, value) for value in op.operands)) for op in ops]
 
+    literals = dict(zip(graph.literals, graph.written, strict=True))  # of calls, too, whose bodies read them as arguments
+
     def function(*given: Any) -> list[Any]:
-        evaluator = Evaluator(closed, dict(zip((graph.arguments[position] for position in arguments), given, strict=True)))
+        evaluator = Evaluator(closed, literals | dict(zip((graph.arguments[position] for position in arguments), given, strict=True)))
         evaluator.run(ops)
         return [evaluator.arrays[graph.results[position]] for position in results]
 

@@ -102,18 +102,7 @@ class Calibration:
         errors = []
         for section, group in self._sections():
             columns = ("program", "size", ">measured", ">fitted", ">error", ">before")
-            rows = tuple(
-                (
-                    s.name,
-                    s.size,
-                    format_seconds(s.measured_seconds),
-                    format_seconds(s.fitted_seconds),
-                    _signed(s.fitted_seconds / s.measured_seconds - 1),
-                    _signed(s.catalogue_seconds / s.measured_seconds - 1),
-                )
-                for s in group
-            )
-            parts += [Heading(section.capitalize()), Table(columns, rows)]
+            parts += [Heading(section.capitalize()), Table(columns, tuple(map(_row, group)))]
             fitted = [s.error for s in group]
             before = [_error(s.catalogue_seconds, s.measured_seconds) for s in group]
             quantiles = (format_percent(float(np.quantile(fitted, q))) for q in (0.5, 0.9))
@@ -321,6 +310,13 @@ def _axes(n: int) -> list[tuple[tuple[int, ...], int]]:
 def _error(predicted: float, measured: float) -> float:
     ratio = predicted / measured
     return max(ratio, 1 / ratio) - 1 if ratio > 0 else math.inf
+
+
+def _row(sample: Sample) -> tuple[str, ...]:
+    """A program's times, measured, fitted and before, in words."""
+    measured, fitted, before = sample.measured_seconds, sample.fitted_seconds, sample.catalogue_seconds
+    times = format_seconds(measured), format_seconds(fitted)
+    return sample.name, sample.size, *times, _signed(fitted / measured - 1), _signed(before / measured - 1)
 
 
 def _signed(share: float) -> str:

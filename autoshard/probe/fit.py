@@ -53,8 +53,6 @@ def fit_cluster(
         predict: the cost model: seconds of all measured programs on a cluster.
         seconds: the measured times, in the same order.
     """
-    from scipy.optimize import least_squares
-
     measured = np.asarray(seconds, float)
     start = np.log([constant(cluster, name) for name in constants])
 
@@ -67,6 +65,13 @@ def fit_cluster(
     def errors(x: np.ndarray) -> np.ndarray:
         return np.concatenate([np.log(predict(moved(x)) / measured), KEEP * x])
 
+    return moved(_least(errors, len(start)))
+
+
+def _least(errors: Callable[[np.ndarray], np.ndarray], n: int) -> np.ndarray:
+    """The ``n`` numbers of the least errors, from zeros on."""
+    from scipy.optimize import least_squares
+
     def slopes(x: np.ndarray) -> np.ndarray:
         steps = STEP * np.eye(len(x))
         return np.stack([(errors(x + step) - errors(x - step)) / (2 * STEP) for step in steps], axis=1)
@@ -74,14 +79,14 @@ def fit_cluster(
     def cost(x: np.ndarray) -> float:
         return float(np.sum(np.sqrt(1 + (errors(x) / OUTLIER) ** 2) - 1))  # scipy's soft_l1
 
-    x, least = np.zeros(len(start)), np.inf
+    x, least = np.zeros(n), np.inf
     for _ in range(RESTARTS):
         found = least_squares(errors, x, slopes, loss="soft_l1", f_scale=OUTLIER)  # pyright: ignore[reportArgumentType] scipy takes a callable
         x = _leaps(cost, found.x)
         if cost(x) > 0.999 * least:
             break
         least = cost(x)
-    return moved(x)
+    return x
 
 
 def _leaps(cost: Callable[[np.ndarray], float], x: np.ndarray) -> np.ndarray:
