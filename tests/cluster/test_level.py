@@ -127,3 +127,31 @@ def test_programs_on_slices_compute_the_same(lowering):
     assert {axis for each in strategy.cost.collectives for axis in each.mesh_axes} == {"slice", "data"}
     step = strategy.apply(train_step, lowering=lowering)
     np.testing.assert_allclose(step(*strategy.shard(w, x)), train_step(w, x), rtol=1e-5, atol=1e-6)
+
+
+def test_state_is_sharded_within_slices_and_replicated_across_where_that_is_best():
+    """Hybrid sharding is found unprompted: gathers stay within a slice, and a quarter of each gradient is summed across."""
+    import jax
+    import jax.numpy as jnp
+
+    import autoshard
+
+    def train_step(state, x):
+        w, mean, square = state
+
+        @jax.checkpoint
+        def layer(x, w):
+            return jnp.tanh(x @ w.astype(jnp.bfloat16)), None
+
+        gradient = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2))(w)
+        mean, square = 0.9 * mean + gradient, 0.99 * square + gradient**2
+        return w - mean / (jnp.sqrt(square) + 1e-8), mean, square
+
+    w, x = jax.ShapeDtypeStruct((4, 4096, 4096), "float32"), jax.ShapeDtypeStruct((2**17, 4096), "bfloat16")
+    strategy = autoshard.search(train_step, (w, w, w), x, cluster="2*v5e:2x2", donate_argnums=0)
+    links = Cluster.from_dict(strategy.record.cluster).links(strategy.record.mesh)
+    across, within = sorted(strategy.record.mesh.names, key=lambda name: -len(links[strategy.record.mesh.names.index(name)].crossed))
+    assert strategy.mesh_shape == {across: 2, within: 4}
+    assert {axis for spec in strategy.in_specs[0] for axis in spec} == {None, within}
+    sums = {each.mesh_axes: each.bytes for each in strategy.cost.collectives if each.kind == "all_reduce"}
+    assert sums[across,] == 2 * 4096**2 / 4

@@ -5,7 +5,7 @@ function meshSection() {
   if (!found) return undefined;
   const { dimensions, coordinates, links } = found, n = coordinates.length;
   const labelled = n <= 64, cell = labelled ? 46 : n <= 256 ? 24 : 16, gap = labelled ? 26 : n <= 256 ? 14 : 8, pitch = cell + gap, margin = 30;
-  const [planes, height, width] = [...Array(Math.max(0, 3 - dimensions.length)).fill(1), ...dimensions];
+  const [height, width] = [1, 1, ...dimensions].slice(-2), planes = n / (height * width); // those of slices or pods one after the other
   const isHosts = found.wiring !== "torus", perRow = isHosts && dimensions.length === 1 ? Math.min(width, 8) : width;
   const apart = isHosts && height > 1 ? 26 : 0; // between hosts
   const rowsOf = Math.ceil(width / perRow), planeWidth = perRow * pitch + margin, fit = Math.max(1, Math.floor(1100 / planeWidth));
@@ -21,10 +21,10 @@ function meshSection() {
   const told = make("output", { "aria-live": "polite" });
   const svg = draw("svg", { width: size[0], height: size[1], viewBox: `0 0 ${size[0]} ${size[1]}`, role: "group", "aria-label": `The ${n} devices; arrow keys move between them` });
 
-  for (let host = 0; isHosts && host < height; host++) {
+  for (let host = 0; isHosts && host < height * planes; host++) {
     const [x, y] = place(host * width);
     svg.append(draw("rect", { class: "host", x: x - cell / 2 - 9, y: y - cell / 2 - 9, width: perRow * pitch - gap + 18, height: rowsOf * pitch - gap + 18, rx: 10 }));
-    if (height > 1 && labelled) svg.append(draw("text", { class: "caption", x: x - cell / 2 - 5, y: y - cell / 2 - 13 }, `host ${host}`));
+    if (height * planes > 1 && labelled) svg.append(draw("text", { class: "caption", x: x - cell / 2 - 5, y: y - cell / 2 - 13 }, `host ${host}`));
   }
   for (const [a, b, axis] of links) {
     const [ax, ay] = place(a), [bx, by] = place(b), far = Math.hypot(bx - ax, by - ay), reach = cell / 2 + gap * 0.42;
@@ -60,7 +60,7 @@ function meshSection() {
   });
 
   function words(device) {
-    const where = isHosts ? (height > 1 ? `host ${Math.floor(device / width)}, device ${device % width} of it` : "") : `at (${[Math.floor(device / (width * height)), Math.floor(device / width) % height, device % width].slice(3 - dimensions.length).join(", ")})`;
+    const where = isHosts ? (height * planes > 1 ? `host ${Math.floor(device / width)}, device ${device % width} of it` : "") : `at (${dimensions.map((size, k) => Math.floor(device / dimensions.slice(k + 1).reduce((a, b) => a * b, 1)) % size).join(", ")})`;
     return `Device ${device}${where ? `, ${where}` : ""}: ${AXES.map((axis, k) => `${axis} = ${coordinates[device][k]}`).join(", ") || "alone"}`;
   }
   // Those that share all but one coordinate with it exchange data with it along that axis.
@@ -74,7 +74,8 @@ function meshSection() {
   }
 
   const shape = dimensions.join(" × ");
-  const what = found.wiring === "torus" ? `a ${shape} ${found.rings.some(Boolean) ? "torus" : "grid"}` : dimensions.length > 1 ? `${dimensions[0]} hosts of ${dimensions[1]}` : "one host";
+  const wired = found.rings.some(Boolean) ? "torus" : "grid";
+  const what = found.wiring === "torus" ? (DATA.cluster.includes("*") ? `${shape}, slices first` : `a ${shape} ${wired}`) : planes * height > 1 ? `${planes * height} hosts of ${width}` : "one host";
   section("mesh", "Mesh",
     make("p", {}, `${count(n)} devices on ${DATA.cluster}, ${what}. Lines are the links that the collectives of an axis run over; ` +
       "point at a device to see with which others it exchanges data along each axis." +
