@@ -35,6 +35,7 @@ def found(what, mesh):
         ('_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="REDUCE_SCATTER"', PLACED, "reduce_scatter", ("model",)),
         ('_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="ALL_GATHER"', SLICED, "all_gather", ("slice",)),
         ('_xla_megascale_target={{100000,200000}},_xla_megascale_transfer_type="ALL_TO_ALL"', SLICED, "all_to_all", ("slice",)),
+        ('_xla_megascale_target={{100000->200004}},_xla_megascale_transfer_type="ONE_TO_ONE"', PLACED, "collective_permute", ("model",)),
         (
             '_xla_megascale_target={{100000->200003},{200003->100000}},_xla_megascale_transfer_type="ONE_TO_ONE"',
             SLICED,
