@@ -21,7 +21,9 @@ from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.plan.prepared import whole_of
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
+from autoshard.rewrite import Padded, from_json, padded_alike
 from autoshard.run.tracing import TracedOnce
+from autoshard.trace import Traced
 
 OBJECTIVES = ("throughput", "latency")
 STATE = 2  # arguments that both functions share: parameters and cache
@@ -149,8 +151,8 @@ def search(
 ) -> Serving:
     """The strategies of prefill and decode for every batch size and length, with shared specs of parameters and cache.
 
-    Each of the two is searched freely, and then the other with its mesh and its specs of parameters and cache as pins; of both pairs
-    that of the shorter request is taken. The cache is donated in both.
+    Each of the two is searched freely, and then the other with its mesh, its specs of parameters and cache as pins, and their padding;
+    where that pads anything, also without. Of all pairs that of the shorter request is taken. The cache is donated in both.
 
     Args:
         prefill, decode: functions ``fn(params, cache, *inputs)`` that return ``(cache, outputs)``, with equal parameters and cache.
@@ -186,18 +188,46 @@ def _row(prefill, decode, args, cluster: Cluster, blank: Served, progress: Progr
     functions = TracedOnce(prefill), TracedOnce(decode)
     pairs: list[Served] = []
     refusal = ""
+    ways = list(dict.fromkeys((options.get("padding", True), False)))
     for turn, first in enumerate((1, 0)):
-        try:
-            free = _searched(functions[first], args[first], cluster, part(progress, turn / 2, 0.25), options)
-            pins = _pins(free, functions[1 - first], args[1 - first])
-            asked = {**options, "mesh": free.record.mesh, "pins": pins}
-            pinned = _searched(functions[1 - first], args[1 - first], cluster, part(progress, turn / 2 + 0.25, 0.25), asked)
-        except InfeasibleError as error:
-            refusal = refusal or str(error)
-            continue
-        both = (pinned, free) if first else (free, pinned)
-        pairs.append(Served(blank.batch, blank.length, blank.new_tokens, *both))
+        for padding in ways:
+            own = part(progress, turn / 2, 0.5) if padding == ways[0] else silent
+            try:
+                free, pinned = _pair(functions, args, first, cluster, own, {**options, "padding": padding})
+            except InfeasibleError as error:
+                refusal = refusal or str(error)
+                continue
+            if pinned is not None:
+                both = (pinned, free) if first else (free, pinned)
+                pairs.append(Served(blank.batch, blank.length, blank.new_tokens, *both))
+            if not _padding(free):
+                break
     return min(pairs, key=lambda pair: pair.request_seconds) if pairs else Served(*_size(blank), refusal=refusal)
+
+
+def _pair(
+    functions: Sequence[TracedOnce], args: Sequence[tuple], first: int, cluster: Cluster, progress: Progress, options: Mapping[str, Any]
+) -> tuple[Strategy, Strategy | None]:
+    """A strategy that is free, and that of the other function with its mesh, specs and padding of parameters and cache; None where the
+    other cannot be padded so."""
+    free = _searched(functions[first], args[first], cluster, part(progress, 0.0, 0.5), options)
+    other, own = functions[1 - first], args[1 - first]
+    if (padding := _padding(free)) is not None:
+        alike = padded_alike(_traced(other, own, free), padding, len(jax.tree.leaves(own[:STATE])))
+        if alike is None:
+            return free, None
+        other = other.rewritten((alike,))
+    asked = {**options, "mesh": free.record.mesh, "pins": _pins(free, other, own), "padding": False}
+    return free, _searched(other, own, cluster, part(progress, 0.5, 0.5), asked)
+
+
+def _padding(found: Strategy) -> Padded | None:
+    """What a strategy pads."""
+    return next((each for each in from_json(found.record.program.rewrites) if isinstance(each, Padded)), None)
+
+
+def _traced(function: TracedOnce, args: tuple, found: Strategy) -> Traced:
+    return whole_of(function, args, CACHE, found.record.mesh.all_names)
 
 
 def _size(row: Served) -> tuple[int, int, int]:
@@ -205,14 +235,13 @@ def _size(row: Served) -> tuple[int, int, int]:
 
 
 def _searched(fn: TracedOnce, args: tuple, cluster: Cluster, progress: Progress, options: Mapping[str, Any]) -> Strategy:
-    # Numbers of microbatches are of steps with gradients; padding would have to be the same in both functions.
-    once = {"microbatches": None, "remat": None, "padding": False, **options}
+    once = {"microbatches": None, "remat": None, **options}  # which are of steps with gradients
     return search_one(fn, *args, cluster=cluster, donate_argnums=CACHE, progress=progress, **once)
 
 
 def _pins(found: Strategy, other: TracedOnce, args: tuple) -> dict[str, PartitionSpec]:
     """The specs of parameters and cache that were found, by the paths that they have in the other function."""
-    paths = whole_of(other, args, CACHE, found.record.mesh.all_names).graph.argument_paths
+    paths = _traced(other, args, found).graph.argument_paths
     specs = jax.tree.leaves(found.in_specs[:STATE], is_leaf=_is_spec)
     return dict(zip(paths, specs, strict=False))  # inputs come after parameters and cache, and are not pinned
 

@@ -109,6 +109,31 @@ def test_what_does_not_fit_is_a_row_with_its_reason():
         _ = table.best
 
 
+def test_parameters_are_padded_alike():
+    """A vocabulary that eight devices do not divide: one array of it serves both, and tokens are those of one device."""
+
+    def args(batch, length):
+        both = args_of(batch, length)
+        embed = jax.ShapeDtypeStruct((20011, WIDTH), jnp.float32)
+        return tuple(({**params, "embed": embed}, *rest) for params, *rest in both)
+
+    options = {"cluster": "cpu:8", "batches": [1], "lengths": [LENGTH], "mesh": {"data": 8}, "searcher": "dynamic_programming"}
+    row = serving.search(prefill, decode, args, **options).best
+    assert row.prefill.in_specs[:2] == row.decode.in_specs[:2] and row.prefill.record.arguments[0].shape == (20016, WIDTH)
+    assert all(0 < each.record.program.rewrites[0]["dims"][0][5] < 0.001 for each in (row.prefill, row.decode))  # more work
+    assert row.request_seconds < serving.search(prefill, decode, args, padding=False, **options).best.request_seconds
+    params, prompt = arrays()
+    params["embed"] = jnp.asarray(np.random.default_rng(1).normal(size=(20011, WIDTH)), jnp.float32)
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), args(1, LENGTH)[0][1])
+    expected, logits = jax.jit(prefill)(params, cache, prompt[:1])
+    token = jnp.argmax(logits, -1)[:, None].astype(jnp.int32)
+    _, wanted = jax.jit(decode)(params, expected, token, 8)
+    shared, held, own = row.prefill.shard(params, cache, prompt[:1])
+    held, found = row.prefill.apply(prefill)(shared, held, own)
+    np.testing.assert_allclose(found, logits, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(row.decode.apply(decode)(shared, held, token, jnp.int32(8))[1], wanted, rtol=2e-4, atol=2e-4)
+
+
 def test_another_cache_is_refused():
     """Both get the whole cache; objectives have names."""
 

@@ -33,7 +33,7 @@ def fastest(
         AutoshardError: no variant has a strategy; that of the program as it is written.
     """
     until, seconds = None, request.searching_seconds
-    chosen: tuple[Rewrite, ...] = ()
+    chosen: tuple[Rewrite, ...] = once.rewrites
     found: dict[tuple[Rewrite, ...], Plan | AutoshardError] = {}
 
     def proposals(kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:

@@ -11,7 +11,7 @@ from autoshard.rewrite.base import Rewrite, divided, divisible, rewritten
 from autoshard.rewrite.experts import PackedExperts
 from autoshard.rewrite.experts import proposals as packed_experts
 from autoshard.rewrite.options import Proposals, Rewriting
-from autoshard.rewrite.padding import Padded, Padding, stays_whole
+from autoshard.rewrite.padding import Padded, Padding, padded_alike, stays_whole
 from autoshard.rewrite.padding import proposals as padded
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "divided",
     "divisible",
     "from_json",
+    "padded_alike",
     "rewritten",
     "stays_whole",
     "to_json",

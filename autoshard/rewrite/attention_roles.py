@@ -52,7 +52,7 @@ class Roles:
 
     def groups(self, names: Sequence[str]) -> list[tuple[Dimension, ...]]:
         """The dimensions of one of the kernel's arrays: those of the batch, and then these; of keys before they are repeated."""
-        batch = [(each,) for each in self.batch]
+        batch: list[tuple[Dimension, ...]] = [(each,) for each in self.batch]
         if "group" in names and self.repeats:
             batch[-1] = (*batch[-1], *self.repeats)
         return [*batch, *(self.dimensions[name] for name in names)]
@@ -89,11 +89,11 @@ class Roles:
             gradients[1:] = ungrouped
         output = found.output.result if found.output is not None else q
         cotangent = _narrowed(wiring, found.backward[3]) if found.backward else q
-        repeats: tuple[Dimension, ...] = ()
+        own: tuple[Dimension, ...] = ()
         if parts > 1:
             q, cotangent = (_before_rearranged(wiring, each) for each in (q, cotangent))
             output, gradients[0] = (_rearranged(wiring, each) for each in (output, gradients[0]))
-            batch, group, repeats = _for_parts(batch, group, flattened(q[1]), parts)
+            batch, group, own = _for_parts(batch, group, flattened(q[1]), parts)
         roles = {"group": group, "query": found.query, "key": found.key, "width": found.width, "value_width": found.value_width}
         dimensions = {role: flattened((dims,)) for role, dims in roles.items()}
         size = {role: _size(dims) for role, dims in dimensions.items()}
@@ -106,12 +106,12 @@ class Roles:
         dtype = jnp.result_type(*(dtype_of(x) for x, _ in (q, k, v))).name
         has = [{*flattened(labels)} for _, labels, _ in segments]
         named = zip(has, SEGMENTED[len(SEGMENTED) - len(segments) :], strict=True)
-        times = [1] * (len(batch) - 1) + [_size(repeats)] if batch else []
-        shapes = tuple((*(d.size * n if d in own else 1 for d, n in zip(batch, times, strict=True)), size[name]) for own, name in named)
+        times = [1] * (len(batch) - 1) + [_size(own)] if batch else []
+        shapes = tuple((*(d.size * n if d in mine else 1 for d, n in zip(batch, times, strict=True)), size[name]) for mine, name in named)
         seen: dict[str, Any] = {"lowest": mask.lowest, "highest": mask.highest, "segments": shapes}
         sizes: dict[str, Any] = {"batch": tuple(d.size * n for d, n in zip(batch, times, strict=True)), **size}
         problem = Problem(**sizes, dtype=dtype, **seen, scale=found.scale, softcap=found.softcap)
-        made = output, tuple(gradients), segments, found.scale, repeats
+        made = output, tuple(gradients), segments, found.scale, own
         return cls(problem, batch, dimensions, q, k, v, cotangent, *made)  # type: ignore[arg-type]
 
 

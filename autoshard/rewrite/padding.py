@@ -19,7 +19,7 @@ from autoshard.errors import ShardingError, TraceError
 from autoshard.ir import Assignment, Graph, Rule
 from autoshard.render import format_percent
 from autoshard.rewrite.extents import Extent, Extents, padded_size
-from autoshard.rewrite.padding_choice import LITTLE, MATTERS, Class, arguments_of, classes, is_promising, repeated, uneven_sizes
+from autoshard.rewrite.padding_choice import LITTLE, MATTERS, Class, arguments_of, classes, is_promising, more_work, repeated, uneven_sizes
 from autoshard.rewrite.padding_plan import Links, plan_padding
 from autoshard.rewrite.padding_program import padded_program
 from autoshard.rules import rules_of
@@ -193,6 +193,23 @@ def _padded(graph: Graph, rules: Sequence[Rule | None], chosen: Sequence[Class],
     extents = Links(graph, rules).spread({(each.value, each.dim): each.extent for each in chosen})
     dims = (PaddedDim(each.value, each.dim, each.extent, named(graph, each), each.shards, each.growth * each.share) for each in chosen)
     return Padded(tuple(dims), arguments_of(graph, extents), required)
+
+
+def padded_alike(traced: Traced, like: Padded, n_arguments: int) -> Padded | None:
+    """The padding of another program, whose first arguments are the same and are stored alike; None where that takes more than theirs."""
+    graph, rules = traced.graph, rules_of(traced.graph)
+    given = {(graph.arguments[k], dim): of for k, dim, of in like.arguments if k < n_arguments}
+    arguments = arguments_of(graph, Links(graph, rules).spread(given))
+    if not given or [each for each in arguments if each[0] < n_arguments] != [each for each in like.arguments if each[0] < n_arguments]:
+        return None
+    shards = {each.extent: each.shards for each in like.dims}
+
+    def padded(value: int, dim: int, of: Extent) -> PaddedDim:
+        name = f"dimension {dim} of {graph.argument_paths[graph.arguments.index(value)]}"
+        return PaddedDim(value, dim, of, name, shards.get(of, 1), more_work(graph, rules, value, dim, of))
+
+    dims = (padded(value, dim, of) for (value, dim), of in given.items())
+    return Padded(tuple(dims), arguments, like.required)
 
 
 def stays_whole(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, asked: bool | Padding) -> list[str]:

@@ -159,6 +159,13 @@ class _Work:
         return flops / (self.flops or 1.0), nbytes / (self.bytes or 1.0)
 
 
+def more_work(graph: Graph, rules: Sequence[Rule | None], value: int, dim: int, of: Extent) -> float:
+    """By what fraction a step's work grows where a dimension is padded, and those that belong to it."""
+    links = Links(graph, rules)
+    ops = {op.index: op for each in links.spread({(value, dim): of}) for op in links.ops.get(each, ())}
+    return (padded_size(0, of) / math.prod(size for size, _ in of) - 1) * _Work(graph, rules).shares(ops.values())[0]
+
+
 def repeated(found: Class, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment) -> float:
     """The share of the step's work, or of the bytes that it makes, of operations that have a dimension and that devices do alike."""
     work, n = _Work(graph, rules), assignment.mesh.size
