@@ -15,7 +15,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -41,6 +41,9 @@ PROGRAMS: Mapping[str, Callable] = {
     "unet": partial(unet, channels=16, batch=16, side=32),
 }
 CLUSTER = "v5e:2x4"
+
+Places = Sequence[tuple[Any, str]]
+"""Objects with an attribute each: the budgets, or the modules that have a constant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +100,9 @@ def recorded() -> Iterator[set[str]]:
 
 
 @contextmanager
-def replaced(places: Mapping[Any, str], value: float) -> Iterator[None]:
+def replaced(places: Places, value: float) -> Iterator[None]:
     """Attributes of modules, or of the budgets, with another value in the context."""
-    before = [(place, name, getattr(place, name)) for place, name in places.items()]
+    before = [(place, name, getattr(place, name)) for place, name in places]
     try:
         for place, name, _ in before:
             object.__setattr__(place, name, value)
@@ -134,7 +137,7 @@ def scaled(value: float, factor: float) -> float:
     return max(round(value * factor), 1) if isinstance(value, int) else value * factor
 
 
-def effect(name: str, places: Mapping[Any, str], value: float, searches: Mapping[str, Callable], usual: Mapping[str, Found]) -> Effect:
+def effect(name: str, places: Places, value: float, searches: Mapping[str, Callable], usual: Mapping[str, Found]) -> Effect:
     """What a value does at half and at twice."""
     steps, cpu = [], []
     for factor in FACTORS:
@@ -150,7 +153,7 @@ def _ratio(new: float, old: float) -> float:
     return 1.0 if new == old else new / old if old < float("inf") else 0.0
 
 
-def constants(room: str) -> Iterator[tuple[str, dict[Any, str], float]]:
+def constants(room: str) -> Iterator[tuple[str, Places, float]]:
     """The numeric constants of a folder's modules: their names, the modules that have them, and their values."""
     for file in sorted((PACKAGE / room).rglob("*.py")):
         name = ".".join(("autoshard", *file.relative_to(PACKAGE).with_suffix("").parts))
@@ -161,7 +164,7 @@ def constants(room: str) -> Iterator[tuple[str, dict[Any, str], float]]:
                 value = getattr(module, name)
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     users = [m for at, m in list(sys.modules.items()) if at.startswith("autoshard.") and m.__dict__.get(name) == value]
-                    yield f"{file.stem}.{name}", dict.fromkeys(users, name), value
+                    yield f"{file.stem}.{name}", [(user, name) for user in users], value
 
 
 def measured(room: str | None, names: set[str]) -> Iterator[Effect]:
@@ -174,7 +177,7 @@ def measured(room: str | None, names: set[str]) -> Iterator[Effect]:
             search()
         read[program], usual[program] = found, searched(search)
     if room is None:
-        chosen = [(each.name, {BUDGETS: each.name}, getattr(BUDGETS, each.name)) for each in fields(Budgets)]
+        chosen = [(each.name, [(BUDGETS, each.name)], getattr(BUDGETS, each.name)) for each in fields(Budgets)]
     else:
         chosen = list(constants(room))
     for name, places, value in chosen:

@@ -268,3 +268,24 @@ def test_models_of_a_single_dtype_cast_nothing(monkeypatch):
 
     for make, dtype in ((single_dtype.gpt_scan, jnp.bfloat16), (single_dtype.dlrm, jnp.float32)):
         assert {leaf.dtype for leaf in jax.tree.leaves(make()[1][0]["params"])} == {jnp.dtype(dtype)}
+
+
+def test_budgets_are_read_and_replaced_in_a_context_alone(monkeypatch):
+    """What searches read is recorded, whole numbers stay so at half, and constants change wherever they are imported."""
+    monkeypatch.syspath_prepend(ROOT)
+    from autoshard.budgets import BUDGETS
+    from autoshard.microbatch import batch, plan
+    from benchmarks import budgets
+
+    usual, share = BUDGETS.least_gain, plan.LEAST_SHARE
+    with budgets.recorded() as read, budgets.replaced([(BUDGETS, "least_gain")], 0.5):
+        assert BUDGETS.least_gain == 0.5
+    assert "least_gain" in read and "far_bound" not in read and BUDGETS.least_gain == usual
+    found = {name: (places, value) for name, places, value in budgets.constants("microbatch")}
+    places, value = found["plan.LEAST_SHARE"]
+    assert value == share and {(plan, "LEAST_SHARE"), (batch, "LEAST_SHARE")} <= set(places)
+    with budgets.replaced(places, 1.0):
+        assert batch.LEAST_SHARE == plan.LEAST_SHARE == 1.0
+    assert share == batch.LEAST_SHARE and budgets.scaled(3, 0.5) == 2 and budgets.scaled(1, 0.5) == 1
+    shown = budgets.Effect("some", 1.0, ("gpt",), (1.0, 1.0), (1.1, 0.4))
+    assert shown.shows and not budgets.Effect("none", 1.0, ("gpt",), (1.0, 1.0), (1.1, 0.9)).shows
