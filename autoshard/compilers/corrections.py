@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoshard.ir import Choice, Layout, Op, Rule, Value, computed_layout, local_shape, operand_layout
+from autoshard.primitives import is_matrix
 
 Values = Sequence[Value]
 
@@ -25,40 +26,64 @@ FIGURES = 4
 class Corrections:
     """Seconds that kernels take beyond prediction, of one execution on one device.
 
+    What was not compiled keeps its prediction: a search that is compiled again and again then looks where nobody knows better. One that is
+    not would be led to whatever is unknown, and so `generalises`.
+
     Attributes:
         seconds: by the key of a kernel; below zero where it is faster.
-        least: by the operation's part of the key, the least of these, and at most zero: a bound of all kernels of an operation.
+        generalises: whether a product's other kernels are slower or faster than predicted as those are, together, that are known and are
+            predicted to take between half and twice as long. Kernels of other operations differ by what else they compute.
+        least: by the operation's part of the key, the least of the seconds, and at most zero.
+        products: by the same, of products the seconds of each kernel, predicted and compiled.
     """
 
     seconds: Mapping[str, float] = field(default_factory=dict)
+    generalises: bool = False
     least: Mapping[str, float] = field(init=False)
+    products: Mapping[str, list[tuple[float, float]]] = field(init=False)
 
     def __post_init__(self) -> None:
         least: dict[str, float] = {}
+        products: dict[str, list[tuple[float, float]]] = {}
         for key, seconds in self.seconds.items():
-            operation = key.partition(" of ")[0]
+            operation, predicted = key.partition(" of ")[0], _predicted(key)
             least[operation] = min(least.get(operation, 0.0), seconds)
+            if predicted and is_matrix(operation.partition(" ")[0]):
+                products.setdefault(operation, []).append((predicted, max(predicted + seconds, 0.0)))
         object.__setattr__(self, "least", least)
+        object.__setattr__(self, "products", products)
 
     def __bool__(self) -> bool:
         return bool(self.seconds)
 
     def corrected(self, op: Op, rule: Rule | None, values: Values, choice: Choice, sizes: tuple[int, ...], seconds: float) -> float:
         """The seconds of a kernel, of those that are predicted; other arguments are those of `kernel_key`."""
-        if operation_key(op, rule) not in self.least:
+        if (operation := operation_key(op, rule)) not in self.least:
             return seconds
-        return max(seconds + self.seconds.get(kernel_key(op, rule, values, choice, sizes, seconds), 0.0), 0.0)
+        more = self.seconds.get(kernel_key(op, rule, values, choice, sizes, seconds))
+        if more is not None:
+            return max(seconds + more, 0.0)
+        near = [each for each in self._general(operation) if seconds <= 2 * each[0] and each[0] <= 2 * seconds]
+        return seconds * sum(taken for _, taken in near) / sum(predicted for predicted, _ in near) if near else seconds
 
     def bounded(self, op: Op, rule: Rule | None, seconds: float) -> float:
         """A lower bound of a kernel's seconds under any choice, of one of those that are predicted."""
-        return max(seconds + self.least.get(operation_key(op, rule), 0.0), 0.0) if self.least else seconds
+        if (operation := operation_key(op, rule)) not in self.least:
+            return seconds
+        ratio = min((taken / predicted for predicted, taken in self._general(operation)), default=1.0)
+        return max(min(seconds + self.least[operation], seconds * min(ratio, 1.0)), 0.0)
+
+    def _general(self, operation: str) -> list[tuple[float, float]]:
+        """The kernels by which others of an operation are predicted."""
+        return self.products.get(operation, []) if self.generalises else []
 
     def merged(self, others: Iterable[Corrections]) -> Corrections:
         """These and others; of what several know the latest."""
         others = [each for each in others if each]
         if not others:
             return self
-        return Corrections(dict(self.seconds) | {key: seconds for other in others for key, seconds in other.seconds.items()})
+        latest = dict(self.seconds) | {key: seconds for other in others for key, seconds in other.seconds.items()}
+        return replace(self, seconds=latest)
 
 
 NO_CORRECTIONS = Corrections()
@@ -73,6 +98,14 @@ def operation_key(op: Op, rule: Rule | None) -> str:
 def _notation(rule: Rule) -> str:
     """A rule without the sizes of its factors, which are those of whole tensors."""
     return _SIZES.sub("", str(rule))
+
+
+def _predicted(key: str) -> float:
+    """The predicted seconds of a kernel, of its key; 0.0 where it has none."""
+    try:
+        return float(key.rpartition(" in ")[2])
+    except ValueError:
+        return 0.0
 
 
 def kernel_key(op: Op, rule: Rule | None, values: Values, choice: Choice, sizes: tuple[int, ...], seconds: float) -> str:

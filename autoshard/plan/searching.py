@@ -160,7 +160,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
         devices = cluster_of(request.cluster)
         kept, notes = kept_corrections(devices)
         if how is None:
-            found = searched(None, kept, progress)
+            found = searched(None, replace(kept, generalises=True), progress)
             assert isinstance(found, Plan)
             return noted(found, *notes, *as_compiled_before(found))
         rounds = Rounds(searched, how, devices, limit_of(devices, request.memory_limit_bytes), kept)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -88,3 +90,19 @@ def test_a_search_avoids_kernels_that_are_slow_as_compiled():
     again = searcher_of("dynamic_programming").solve(problem, lambda *_: None)
     assert again.assignment.choices != found.record.assignment.choices
     assert again.judgement.cost.makespan_seconds < evaluate(prepared.facts, problem.model, found.record.assignment).cost.makespan_seconds
+
+
+@pytest.mark.parametrize("times", [3.0, 0.25])
+def test_what_is_not_compiled_again_generalises(times):
+    """A search that nobody confirms takes kernels in other shapes to be as slow as those that are known; others keep their prediction."""
+    judged = judged_of(PROGRAMS["mlp"])
+    facts, assignment, model = judged.facts, judged.record.assignment, CostModel(judged.model.cluster, judged.model.mesh)
+    exact = learned(facts, judged.model, assignment, kernels_of(judged, times), CLOCK)
+    general = replace(exact, generalises=True)
+    op = next(op for op in facts.graph.walk() if op.primitive == "dot_general")
+    other = ((0, -1),)
+    assert assignment.choice(op.index) != other
+    predicted = model.predicted_seconds(facts, op, other)
+    ratio = model.op_seconds(facts.corrected(general), op, other) / predicted
+    assert model.op_seconds(facts.corrected(exact), op, other) == predicted and ratio == pytest.approx(times, rel=0.05)
+    assert model.least_op_seconds(facts.corrected(general), op) <= model.op_seconds(facts.corrected(general), op, other)
