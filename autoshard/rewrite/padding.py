@@ -8,7 +8,7 @@ in its place, or -inf, or whatever else changes nothing (`autoshard.rewrite.padd
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from itertools import chain
@@ -20,7 +20,7 @@ from autoshard.ir import Assignment, Graph, Rule
 from autoshard.render import format_percent
 from autoshard.rewrite.extents import Extent, Extents, padded_size
 from autoshard.rewrite.padding_choice import LITTLE, MATTERS, Class, arguments_of, classes, is_promising, more_work, repeated, uneven_sizes
-from autoshard.rewrite.padding_plan import Links, plan_padding
+from autoshard.rewrite.padding_plan import Links, Plan, plan_padding
 from autoshard.rewrite.padding_program import padded_program
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt
@@ -77,7 +77,8 @@ class Padded:
         for result, argument in graph.aliases:
             results[result] = padded[argument]
         made = rebuilt(traced, padded_program(traced.jaxpr, plan, results), traced.microbatches)
-        noted = replace(made.graph, assumptions=(*made.graph.assumptions, f"{self.describe()}{PLACED if self.arguments else ''}"))
+        told = f"{self.describe()}{PLACED if self.arguments else ''}", *cut_for(graph, plan)
+        noted = replace(made.graph, assumptions=(*made.graph.assumptions, *dict.fromkeys(told)))
         return replace(made, graph=noted, padding=padded)
 
     def _given(self, graph: Graph) -> dict[tuple[int, int], Extent]:
@@ -108,6 +109,23 @@ class Padded:
         for each in self.dims:
             groups.setdefault((each.extent, each.shards), []).append(each)
         return "; ".join(map(_together, groups.values()))
+
+
+def cut_for(graph: Graph, plan: Plan) -> Iterator[str]:
+    """The kernels and custom calls that take no padding, in words: what they read in its own size is gathered."""
+    rules = rules_of(graph)
+    for op in graph.walk():
+        if op.bodies or op.mapped or (op.kernel is None and rules[op.index] is not None):
+            continue
+        move = plan.moves.get(op.index)
+        for number, value in enumerate(op.operands):
+            shape, reads = graph.values[value].shape, move.reads[number] if move is not None else ((),) * graph.values[value].rank
+            for dim, (of, read) in enumerate(zip(plan.of(value), reads, strict=True)):
+                if of and not read:
+                    yield (
+                        f"{op.primitive} at {op.origin} takes no padding: dimension {dim} of its operand {number}, padded to "
+                        f"{padded_size(0, of):,}, is cut to its own {shape[dim]:,} elements there, on every device"
+                    )
 
 
 def _together(dims: Sequence[PaddedDim]) -> str:

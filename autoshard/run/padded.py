@@ -6,6 +6,7 @@ the step returns for it; of arrays in their own sizes, the step pads and returns
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -60,14 +61,28 @@ class Sizes:
             return x
         return _resize(x, self.extents, self._none)
 
-    def own_spec(self, spec: Spec) -> tuple:
-        """The spec in which the array is stored in its own sizes: dimensions with padding are whole."""
-        entries = (*spec, *(None,) * (len(self.own) - len(spec)))
-        return tuple(None if of else entry for entry, of in zip(entries, self.extents, strict=True))
+    def own_spec(self, spec: Spec, sizes: Mapping[str, int]) -> tuple:
+        """The spec in which the array is stored in its own sizes: dimensions with padding are whole, and their axes split others.
+
+        Args:
+            sizes: of the mesh axes.
+        """
+        entries = [_axes(entry) for entry in (*spec, *(None,) * (len(self.own) - len(spec)))]
+        kept = [[] if of else [*axes] for axes, of in zip(entries, self.extents, strict=True)]
+        even = sorted((dim for dim, of in enumerate(self.extents) if not of), key=lambda dim: -self.own[dim])
+        for axis in (axis for axes, of in zip(entries, self.extents, strict=True) if of for axis in axes):
+            parts = {dim: math.prod(sizes[other] for other in (*kept[dim], axis)) for dim in even}
+            if (fits := next((dim for dim, n in parts.items() if self.own[dim] % n == 0), None)) is not None:
+                kept[fits].append(axis)
+        return tuple(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in kept)
 
     @property
     def _none(self) -> Extents:
         return ((),) * len(self.own)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _resize(x: Any, have: Extents, want: Extents) -> Any:
@@ -152,7 +167,8 @@ def _typed(x: Any, shape: Shape | None) -> Any:
 
 def own_sharding(sharding: NamedSharding, sizes: Sizes) -> NamedSharding:
     """Where an array is in its own sizes."""
-    return NamedSharding(sharding.mesh, PartitionSpec(*sizes.own_spec(tuple(sharding.spec))), memory_kind=sharding.memory_kind)
+    spec = sizes.own_spec(tuple(sharding.spec), sharding.mesh.shape)
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
 
 
 def in_own_sizes(

@@ -15,6 +15,7 @@ from rewrite.padding_checks import everywhere, same
 import autoshard
 from autoshard import Padding, ShardingError, StrategyError
 from autoshard.lower import abstract_mesh
+from autoshard.run.padded import Sizes
 from autoshard.run.tracing import TracedOnce
 from autoshard.trace import trace
 
@@ -203,6 +204,30 @@ def test_shards_of_whole_blocks():
     strategy = autoshard.search(step, *arguments(5000), **options)
     assert strategy.abstract(0)["up"].shape == (72, 384) or all(n % 24 == 0 for n in strategy.abstract(0)["up"].shape)
     alike(strategy.apply(step)(*concrete(arguments(5000), below=50)), jax.jit(step)(*concrete(arguments(5000), below=50)))
+
+
+def test_state_in_its_own_sizes_is_stored_evenly():
+    """Axes of a dimension with padding split another one, which divides; what nothing divides is whole."""
+    sizes = Sizes((50257, 64), (((50257, 50264),), ()))
+    assert sizes.own_spec(("data", None), {"data": 8}) == (None, "data")
+    assert sizes.own_spec((("data", "model"), "x"), {"data": 2, "model": 8, "x": 4}) == (None, ("x", "data", "model"))
+    assert sizes.own_spec(("data", "x"), {"data": 8, "x": 16}) == (None, "x")
+    assert Sizes((53,), (((53, 56),),)).own_spec(("data",), {"data": 8}) == (None,)
+
+
+def test_kernels_that_take_no_padding_are_named():
+    """By line and dimension, with what is cut there; results are those without padding."""
+    scaled = autoshard.kernel_rule(lambda x: x - x.max(0, keepdims=True), "([i, j])->([i, j]) need_replication={i}")
+
+    def fn(w, x):
+        return jnp.sum(scaled(w @ x), axis=1)
+
+    args = jax.ShapeDtypeStruct((53, 64), jnp.float32), jax.ShapeDtypeStruct((64, 16), jnp.float32)
+    padded = everywhere(trace(fn, *args), 8)
+    strategy = autoshard.search(TracedOnce(fn, (padded,)), *args, cluster="cpu:8", padding=False)
+    (note,) = (note for note in strategy.notes if "takes no padding" in note)
+    assert "custom_partitioning at" in note and "test_padded.py" in note and "dimension 0 of its operand 0, padded to 56" in note
+    alike(strategy.apply(fn)(*concrete(args, below=5)), jax.jit(fn)(*concrete(args, below=5)))
 
 
 @pytest.mark.parametrize("searcher", ["auto", "fully_sharded", "tensor_parallel", "recursive_programming"])
