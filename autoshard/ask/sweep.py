@@ -22,7 +22,7 @@ from autoshard.plan.meshes import given_mesh
 from autoshard.plan.prepared import whole_of
 from autoshard.plan.user_pins import Asked
 from autoshard.progress import Progress, part, silent
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
+from autoshard.render import Paragraph, Report, Table, format_between, format_bytes, format_seconds, shown
 from autoshard.run.tracing import TracedOnce
 from autoshard.strategy import version
 
@@ -44,6 +44,7 @@ class SweepPoint:
         price: of a device-hour, in the caller's currency; None: not given, and costs are in device-hours.
         mesh: axis sizes by name; empty where nothing was found.
         step_seconds, peak_bytes: predicted; None where nothing was found.
+        interval_seconds: between which the step time is expected (`Cost.interval_seconds`); None where that is not known.
         refusal: why nothing was found; empty otherwise.
         key: a hash of program, cluster and options, by which a saved point is found again.
         strategy: what was found; None: nothing.
@@ -58,6 +59,7 @@ class SweepPoint:
     mesh: Mapping[str, int] = field(default_factory=dict)
     step_seconds: float | None = None
     peak_bytes: float | None = None
+    interval_seconds: tuple[float, float] | None = None
     refusal: str = ""
     strategy: Strategy | None = field(default=None, compare=False)
 
@@ -75,6 +77,13 @@ class SweepPoint:
     def cost_per_item(self) -> float:
         """Money of a token, or example, where there is a price; else device-hours."""
         return self.device_hours_per_item * (1.0 if self.price is None else self.price)
+
+    def days(self, total: float) -> str:
+        """The days that so many tokens, or examples, take: predicted, and between which they are expected."""
+        days = [seconds / self.items * total / DAY for seconds in (self.step_seconds or float("inf"), *(self.interval_seconds or ()))]
+        digits = 1 if max(days) < 100 else 0
+        predicted, *between = (f"{each:,.{digits}f}" for each in days)
+        return f"{predicted} ({between[0]} to {between[1]})" if between else predicted
 
     @property
     def place(self) -> str:
@@ -94,6 +103,12 @@ class SweepPoint:
         found = self.step_seconds is not None
         derived = {name: getattr(self, name) if found else None for name in ("seconds_per_item", "device_hours_per_item", "cost_per_item")}
         return {**values, "mesh": dict(self.mesh), **derived}
+
+
+def _step_time(point: SweepPoint) -> str:
+    """The predicted step time, and the interval in which it is expected."""
+    between = "" if point.interval_seconds is None else f" ({format_between(*point.interval_seconds)})"
+    return f"{format_seconds(point.step_seconds or 0.0)}{between}"
 
 
 class Sweep(Sequence[SweepPoint]):
@@ -144,10 +159,10 @@ class Sweep(Sequence[SweepPoint]):
         cells = [mark, point.cluster, str(point.n_devices), "" if point.batch is None else str(point.batch)]
         if point.step_seconds is None or point.peak_bytes is None:
             return (*cells, "nothing found", *[""] * (width - len(cells) - 1))
-        cells += [", ".join(f"{name}={size}" for name, size in point.mesh.items()), format_seconds(point.step_seconds)]
+        cells += [", ".join(f"{name}={size}" for name, size in point.mesh.items()), _step_time(point)]
         cells += [f"{1 / point.seconds_per_item:,.4g}", f"{MILLION * point.cost_per_item:,.4g}", format_bytes(point.peak_bytes)]
         if self.total is not None:
-            cells += [f"{self.total * point.seconds_per_item / DAY:,.1f}", f"{self.total * point.cost_per_item:,.4g}"]
+            cells += [point.days(self.total), f"{self.total * point.cost_per_item:,.4g}"]
         return tuple(cells)
 
     def to_json(self) -> str:
@@ -256,9 +271,8 @@ def _searched(blank: SweepPoint, fn: TracedOnce, args: tuple, cluster: Cluster, 
 
 def _with(blank: SweepPoint, strategy: Strategy) -> SweepPoint:
     cost = strategy.cost
-    return replace(
-        blank, mesh=strategy.mesh_shape, step_seconds=cost.makespan_seconds, peak_bytes=cost.compiled_peak_bytes, strategy=strategy
-    )
+    figures = {"step_seconds": cost.makespan_seconds, "interval_seconds": cost.interval_seconds, "peak_bytes": cost.compiled_peak_bytes}
+    return replace(blank, mesh=strategy.mesh_shape, strategy=strategy, **figures)
 
 
 def _check(clusters: Any, batches: Any) -> None:

@@ -40,6 +40,8 @@ class Cost:
             not suffice. No other figure counts it.
         kernel_flops: those in users' kernels, which compilers do not count.
         transform_flops: those of Fourier transforms, 5 n log2 n for n points, half of it for real numbers.
+        low_share, high_share: between these multiples of the predicted time eight in ten published steps on such devices took; 0.0: none
+            is published.
         skipped_flops: what compilers count of grouped products beyond ``flops``: rows times other groups' matrices, which kernels skip.
     """
 
@@ -55,6 +57,13 @@ class Cost:
     kernel_flops: float = 0.0
     transform_flops: float = 0.0
     skipped_flops: float = 0.0
+    low_share: float = 0.0
+    high_share: float = 0.0
+
+    @property
+    def interval_seconds(self) -> tuple[float, float] | None:
+        """The step times between which a measured one is expected in eight of ten runs; None for devices of which no runs are published."""
+        return (self.makespan_seconds * self.low_share, self.makespan_seconds * self.high_share) if self.high_share else None
 
     @property
     def compiled_flops(self) -> float:

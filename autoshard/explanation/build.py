@@ -85,6 +85,7 @@ def _time(record: Record, cluster: Cluster) -> StepTime:
         hidden_seconds=max(0.0, cost.communication_seconds - cost.exposed_communication_seconds),
         waiting_seconds=max(0.0, cost.makespan_seconds - cost.compute_seconds - cost.exposed_communication_seconds),
         matrix_share=min(1.0, cost.flops / rate) if rate else 0.0,
+        interval_seconds=cost.interval_seconds,
     )
 
 

@@ -33,6 +33,7 @@ class StepTime:
         hidden_seconds: of collectives beside compute.
         waiting_seconds: neither: the rest of the step, in a pipeline while other stages compute.
         matrix_share: the share of the matrix unit's peak that the step reaches, in [0, 1].
+        interval_seconds: between which eight in ten steps on such devices are expected; None where none is published.
     """
 
     step_seconds: float
@@ -41,6 +42,7 @@ class StepTime:
     hidden_seconds: float
     waiting_seconds: float
     matrix_share: float
+    interval_seconds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from autoshard.render import (
     Part,
     Report,
     Table,
+    format_between,
     format_bytes,
     format_count,
     format_flops,
@@ -87,7 +88,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
     found += "; the search ended early" if record.stats.get("ended_early") else ""
     rows = [
-        ("step time", f"{format_seconds(cost.makespan_seconds)} predicted{_confirmed_time(record)}"),
+        ("step time", f"{format_seconds(cost.makespan_seconds)} predicted{_interval(cost)}{_confirmed_time(record)}"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
         *_rematerialised(record),
         *_offloaded(record, cluster),
@@ -120,6 +121,12 @@ def _forms(record: Record) -> list[Part]:
 
 
 _AS_MEASURED = {"scheduled": "as {} schedules it", "corrected": "corrected by what {} makes of it", "timed": "on {} devices"}
+
+
+def _interval(cost: Cost) -> str:
+    """Between which times published runs on such devices would have had the step."""
+    interval = cost.interval_seconds
+    return "" if interval is None else f", {format_between(*interval)} by eight in ten published runs on such devices"
 
 
 def _confirmed_time(record: Record) -> str:
@@ -349,6 +356,7 @@ def summary(record: Record) -> dict[str, Any]:
         "makespan_seconds": record.cost.makespan_seconds,
         "objective_seconds": record.cost.objective_seconds,
         "lower_bound_seconds": record.lower_bound_seconds,
+        "interval_seconds": record.cost.interval_seconds,
         "compute_seconds": record.cost.compute_seconds,
         "communication_seconds": record.cost.communication_seconds,
         "exposed_communication_seconds": record.cost.exposed_communication_seconds,

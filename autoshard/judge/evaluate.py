@@ -135,6 +135,8 @@ class _Judge:
             collectives=self._collectives(),
             transform_flops=self.transform_flops,
             skipped_flops=self.skipped_flops,
+            low_share=self.model.cluster.device.low_share,
+            high_share=self.model.cluster.device.high_share,
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 

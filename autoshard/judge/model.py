@@ -232,7 +232,8 @@ class CostModel:
     def kernel_seconds(self, kernel: Kernel, parts: int) -> float:
         """The seconds of one of the equal parts of a user's kernel; products, other arithmetic and memory traffic overlap."""
         padding = sum(share * self._roofline.padding(*sizes) for share, sizes in kernel.products) or 1.0
-        products = self._roofline.seconds(True, kernel.matrix_flops * padding / parts, kernel.dtype, kernel.nbytes / parts)
+        flops = kernel.matrix_flops * padding / self.cluster.device.kernel_efficiency
+        products = self._roofline.seconds(True, flops / parts, kernel.dtype, kernel.nbytes / parts)
         return float(max(products, self._roofline.seconds(False, kernel.vector_flops / parts, kernel.dtype, 0.0)))
 
     def window_step(self, value: Value, window: Window) -> Step:

@@ -475,6 +475,8 @@ def _cost(plan: _Plan) -> Cost:
         collectives=tuple(sent for cost in busiest for sent in cost.collectives),
         transform_flops=max(sum(cost.transform_flops for cost in costs) for costs in parts),
         skipped_flops=max(sum(cost.skipped_flops for cost in costs) for costs in parts),
+        low_share=busiest[0].low_share,
+        high_share=busiest[0].high_share,
     )
 
 

@@ -236,6 +236,8 @@ def _reached(cluster: Cluster) -> Cluster:
         memory_bandwidth_bytes_per_second=device.memory_rate,
         matrix_efficiency=1.0,
         memory_efficiency=1.0,
+        low_share=0.0,  # what is published is of predictions by the catalogue
+        high_share=0.0,
     )
     return replace(cluster, device=reached)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("Bar", "Bars", "Cell", "Drawing", "Gallery", "Heading", "Paragraph", "Part", "Picture", "Report", "Table"),
-    *("format_alternatives", "format_bytes", "format_count", "format_flops", "format_percent", "format_seconds"),
+    *("format_alternatives", "format_between", "format_bytes", "format_count", "format_flops", "format_percent", "format_seconds"),
     *("print_report", "progress_line", "shown", "to_html", "to_text"),
 ]
 
@@ -44,6 +44,17 @@ def format_seconds(seconds: float) -> str:
     if 0 < abs(seconds) < 0.9995e-9:
         return "< 1 ns"
     return _scaled(seconds, "s", (("n", 1e-9), ("µ", 1e-6), ("m", 1e-3), ("", 1.0)))
+
+
+def format_between(low: float, high: float) -> str:
+    """Two durations as one range, in one unit if they share it.
+
+    >>> format_between(0.0123, 0.0168), format_between(0.9, 1.2)
+    ('12.3 to 16.8 ms', '900 ms to 1.20 s')
+    """
+    one, other = format_seconds(low), format_seconds(high)
+    same = one.rpartition(" ")[2] == other.rpartition(" ")[2]
+    return f"{one.rpartition(' ')[0] if same else one} to {other}"
 
 
 def format_bytes(n: float) -> str:

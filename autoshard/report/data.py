@@ -129,8 +129,11 @@ def _short(number: float, digits: int = 6) -> float:
 
 def _figures(found: Explanation) -> dict[str, float]:
     time = found.time
+    low, high = time.interval_seconds or (0.0, 0.0)
     return {
         "step": time.step_seconds,
+        "low": low,
+        "high": high,
         "compute": time.compute_seconds,
         "exposed": time.exposed_seconds,
         "hidden": time.hidden_seconds,

@@ -15,7 +15,7 @@ from autoshard.strategy.reader import Node
 MAX_RANK = 64
 """More dimensions than numpy has for an array."""
 
-_OPTIONAL = ("recomputation", "kernel_flops", "transform_flops", "skipped_flops")
+_OPTIONAL = ("recomputation", "kernel_flops", "transform_flops", "skipped_flops", "low_share", "high_share")
 
 _MADE = ("kind", "mesh_axes", "bytes", "count")  # fields of a compiled collective
 

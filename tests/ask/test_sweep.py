@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, ShardingError
+from autoshard.render import format_between
 from autoshard.run import tracing
 
 CLUSTERS, BATCHES = ["v5e:2x2", "v5e:2x4"], [512, 1024]
@@ -39,6 +42,24 @@ def test_every_point_is_what_a_search_finds(swept):
     assert point.strategy == alone
     assert point.items == 4096 and point.seconds_per_item == point.step_seconds / 4096
     assert point.device_hours_per_item == pytest.approx(8 * point.step_seconds / 4096 / 3600)
+
+
+def test_predicted_times_have_the_interval_of_published_runs(tmp_path):
+    """A chip's shares give the interval of a step, kept in files; explain, its JSON and a sweep's days show it; others have none."""
+    known = Cluster.parse("v5e:2x2")
+    cluster = replace(known, device=replace(known.device, low_share=0.5, high_share=4.0))
+    plain = replace(known, device=replace(known.device, low_share=0.0, high_share=0.0))
+    found, without = autoshard.sweep(step, args(512), clusters=[cluster, plain], tokens_per_example=4, total=1e12, searcher="data_parallel")
+    seconds = found.step_seconds
+    assert found.strategy is not None and found.interval_seconds == found.strategy.cost.interval_seconds == (0.5 * seconds, 4 * seconds)
+    found.strategy.save(tmp_path / "kept.json")
+    assert autoshard.load(tmp_path / "kept.json").cost.interval_seconds == found.interval_seconds
+    between = format_between(*found.interval_seconds)
+    assert between in str(found.strategy.explain()) and json.loads(found.strategy.explain().to_json())["time"]["interval_seconds"]
+    days = found.seconds_per_item * 1e11 / 86_400
+    assert found.days(1e11) == f"{days:,.1f} ({days / 2:,.1f} to {4 * days:,.1f})"
+    assert without.interval_seconds is None and "(" not in without.days(1e12)
+    assert without.strategy is not None and "published runs" not in str(without.strategy.explain())
 
 
 def test_each_batch_is_traced_once(monkeypatch):

@@ -48,10 +48,10 @@ function placeSection() {
 }
 
 function figures() {
-  const { step, compute, exposed, hidden, waiting, matrix_share, peak, limit } = DATA.figures;
+  const { step, low, high, compute, exposed, hidden, waiting, matrix_share, peak, limit } = DATA.figures;
   const figure = (what, much, more) => make("div", { class: "figure" }, make("div", { class: "what" }, what), make("div", { class: "much" }, much), make("div", { class: "what" }, more));
   document.getElementById("figures").append(
-    figure("step time", seconds(step), "predicted"),
+    figure("step time", seconds(step), high ? `predicted: ${seconds(low)} to ${seconds(high)}` : "predicted"),
     figure("compute", percent(compute / step), seconds(compute)),
     figure("waiting for communication", percent(exposed / step), seconds(exposed)),
     figure("communication hidden", seconds(hidden), "behind compute"),
