@@ -78,7 +78,6 @@ class Interconnect:
         chip_bandwidth_bytes_per_second: one way, between the devices of one chip, which are the last dimension of a torus and share the
             chip's links; 0 where a chip is a device.
         protocols: alternatives to the plain ring on a ``switch``; the fastest is taken.
-        contention: the share of a collective's time by which compute beside it takes longer, from which it takes processors and memory.
         source: where the figures come from.
     """
 
@@ -92,7 +91,6 @@ class Interconnect:
     network_latency_seconds: float = 0.0
     copy_bandwidth_bytes_per_second: float = 0.0
     protocols: tuple[Protocol, ...] = ()
-    contention: float = 0.0
     source: str = ""
     chip_bandwidth_bytes_per_second: float = 0.0
 
@@ -104,8 +102,6 @@ class Interconnect:
         rates = self.network_bandwidth_bytes_per_second, self.copy_bandwidth_bytes_per_second, self.chip_bandwidth_bytes_per_second
         if min(*rates, self.wrap_multiple) < 0:
             raise ClusterError(f"an interconnect's bandwidths and wrap multiple are not negative, got {self}.")
-        if not 0 <= self.contention <= 1:
-            raise ClusterError(f"an interconnect's contention is a share of the time of collectives, 0 to 1, got {self.contention}.")
 
     def rings(self, topology: Sequence[int]) -> tuple[bool, ...]:
         """Whether each physical dimension closes to a ring."""

@@ -9,9 +9,6 @@ with the longest path to the end (Graham, Bounds on Multiprocessing Timing Anoma
 same order). So compute is placed between a collective's start and its end as far as dependencies allow. A loop is one compute task, and
 its body has a schedule of its own.
 
-*Contention.* Collectives may take processors and memory from compute beside them (`Interconnect.contention`): a share of the time that is
-hidden is added to the makespan, and counts as exposed. Tasks keep their starts.
-
 Laws: the makespan is at least all compute, at least all communication, and at least the longest chain; at most the sum of all tasks; the
 exposed time of collectives is the makespan less compute. As with any list schedule, less work is nearly always, but not provably, faster.
 """
@@ -148,19 +145,6 @@ def schedule(tasks: Tasks) -> Schedule:
         idle.append((free[COMPUTE], finish))
     _expose(idle, runs, exposed)
     return Schedule(finish, exposed, begins)
-
-
-def contended(tasks: Tasks, found: Schedule, share: float) -> Schedule:
-    """A schedule in which compute takes longer by a share of the time of collectives beside it."""
-    if not share:
-        return found
-    exposed = dict(found.exposed_seconds)
-    for task, stream in enumerate(tasks.streams):
-        if stream in _WIRES:
-            alone = exposed.get(task, 0.0)
-            exposed[task] = alone + share * max(tasks.seconds[task] - alone, 0.0)
-    slower = sum(exposed.values()) - sum(found.exposed_seconds.values())
-    return Schedule(found.makespan_seconds + slower, exposed, found.start_seconds)
 
 
 def _expose(idle: Sequence[tuple[float, float]], runs: Sequence[tuple[float, float, int]], exposed: dict[int, float]) -> None:

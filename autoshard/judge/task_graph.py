@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from autoshard.cost.reshard import Step
-from autoshard.cost.schedule import BOTH, COMPUTE, PRODUCT, Schedule, Tasks, contended, schedule
+from autoshard.cost.schedule import BOTH, COMPUTE, PRODUCT, Schedule, Tasks, schedule
 from autoshard.ir import Op, Reason
 from autoshard.judge.attribution import Blame
 from autoshard.judge.model import CostModel
@@ -165,10 +165,10 @@ class TaskGraph:
         return outside, task
 
     def scheduled_seconds(self) -> float:
-        """The seconds of one run of the region; notes how much of its collectives is exposed, or slows compute beside them."""
+        """The seconds of one run of the region; notes how much of its collectives is exposed."""
         region = self.region
         _add_to_readers(region.tasks, region.fused)
-        region.times = found = contended(region.tasks, schedule(region.tasks), self._model.cluster.interconnect.contention)
+        region.times = found = schedule(region.tasks)
         for task, position in region.sent.items():
             seconds = found.exposed_seconds.get(task, 0.0) * region.runs
             self.exposures[position] = seconds

@@ -65,11 +65,9 @@ FIGURES: Mapping[str, tuple[Figure, ...]] = {
             lambda c: c.interconnect.network_bandwidth_bytes_per_second,
             50e9,
         ),
-        Figure("contention", _of_links("contention"), lambda c: c.interconnect.contention),
     ),
     "tpu": (
         *(Figure(name, _of_device(name), lambda cluster, name=name: getattr(cluster.device, name)) for name in _SHARES[::2]),
-        Figure("contention", _of_links("contention"), lambda c: c.interconnect.contention),
     ),
 }
 """Per kind of device."""

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, contended, schedule
+from autoshard.cost.schedule import BOTH, CARRIED, COMPUTE, PRODUCT, WIRES, Tasks, schedule
 
 EVERY = COMPUTE, WIRES, BOTH, PRODUCT, CARRIED
 ON_COMPUTE, ON_WIRES = {COMPUTE, PRODUCT}, {WIRES, CARRIED}
@@ -46,22 +46,6 @@ def test_a_makespan_lies_between_its_bounds(seed):
         assert tasks.streams[task] not in ON_COMPUTE
         assert 0 <= seconds <= tasks.seconds[task] * (1 + 1e-9)
         assert tasks.streams[task] in ON_WIRES or seconds == tasks.seconds[task]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_contention_adds_a_share_of_what_is_hidden(seed):
-    """Compute beside collectives takes longer: between the schedule as it is and everything in a row, and all of that counts as exposed."""
-    tasks = random_tasks(seed)
-    found = schedule(tasks)
-    hidden = sum(
-        tasks.seconds[task] - found.exposed_seconds.get(task, 0.0) for task, stream in enumerate(tasks.streams) if stream in ON_WIRES
-    )
-    for share in (0.0, 0.3, 1.0):
-        slower = contended(tasks, found, share)
-        compute = sum(s for s, t in zip(tasks.seconds, tasks.streams, strict=True) if t in ON_COMPUTE)
-        assert slower.makespan_seconds == pytest.approx(found.makespan_seconds + share * hidden)
-        assert slower.makespan_seconds == pytest.approx(compute + sum(slower.exposed_seconds.values()))
-        assert slower.makespan_seconds <= sum(tasks.seconds) * (1 + 1e-12) and slower.start_seconds == found.start_seconds
 
 
 @pytest.mark.parametrize("seed", range(40))
