@@ -102,8 +102,8 @@ SMALL_CUBES = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))  # Cloud T
 TPU_EFFICIENCY = {"v4": 0.72, "v5e": 0.845, "v5p": 0.88, "v6e": 0.69}
 OTHER_TPU_EFFICIENCY = 0.8  # estimate: as these
 TPU_KERNEL_EFFICIENCY = {"v4": 0.89, "v5e": 0.92, "v5p": 0.8}  # of that rate, products in splash attention; the same fits
-# Eight in ten published runs took between these multiples of the predicted time (`python -m benchmarks.published`: 46 and 51 runs on A100 of
-# 80 and 40 GB, 49 on H100, 12 on v5e, 6 on v5p, 7 on v6e; 4 on v4, all within 5 %)
+# Eight in ten published runs took between these multiples of the predicted time (`python -m benchmarks.published`: 46 and 51 runs on A100
+# of 80 and 40 GB, 49 on H100, 12 on v5e, 6 on v5p, 7 on v6e; 4 on v4, all within 5 %)
 SHARES = {
     "a100": (0.92, 1.14),
     "a100-40g": (0.89, 1.14),
