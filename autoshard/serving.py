@@ -19,6 +19,7 @@ from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
 from autoshard.plan.prepared import whole_of
+from autoshard.plan.request import Request
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
 from autoshard.rewrite import Padded, from_json, padded_alike
@@ -168,6 +169,7 @@ def search(
     Raises:
         ShardingError: parameters or cache of the two functions differ, or an argument is not as described.
     """
+    Request.of(**options)
     if objective not in OBJECTIVES:
         raise ShardingError(f"an objective of serving is 'throughput' or 'latency', got {objective!r}.")
     if not batches or not lengths:

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "autoshard"
 # From upstream to downstream. A folder (or module) imports from the rows above it and from itself, never from its neighbours.
 LAYERS = (
     ("errors", "render", "primitives", "budgets", "progress"),
-    ("inference",),  # arrays alone
+    ("inference", "options"),  # arrays alone; the words of users
     ("ir",),
     ("cluster",),  # places the axes of an `ir.Mesh` on its links
     ("rules", "cost"),
@@ -237,8 +237,6 @@ def test_every_third_party_import_is_a_declared_dependency():
 MOST_LINES = 400  # of a file
 LONGEST = 40  # lines of a function
 TOO_LONG = {  # of both; nothing may be added
-    "cli/search.py:add",
-    "cli/search.py:run",
     "explanation/sentences.py:_change",
     "mesh_search/refinement.py:refined",
     "mesh_search/search.py:search_meshes",

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import jax
 
+from autoshard.ask.ladder import ladder, shares_tables
 from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError
@@ -22,17 +23,19 @@ from autoshard.judge.evaluate import Judgement
 from autoshard.mesh_search.anytime import Timed, endings, timed
 from autoshard.mesh_search.bounds import bounded
 from autoshard.microbatch import divisors
-from autoshard.plan.microbatching import Microbatches, all_found, best, checked_number
-from autoshard.plan.offloading import check_offload, checked_offload
+from autoshard.plan.confirm import Confirm
+from autoshard.plan.microbatching import Microbatches, all_found, best
+from autoshard.plan.offloading import check_offload
 from autoshard.plan.prepared import Prepared, prepare
-from autoshard.plan.user_pins import Asked, Pins
+from autoshard.plan.request import Request, given
+from autoshard.plan.user_pins import Pins
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.recompute import optimizer_state
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds, shown
-from autoshard.rewrite import divisible
+from autoshard.rewrite import Padding, divisible
 from autoshard.run.collecting import rarely_collecting
-from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel, searcher_of
+from autoshard.search import DataParallel, FullySharded, Searcher, Solution, TensorParallel
 from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Batch, outside_mesh
 
@@ -137,8 +140,17 @@ def frontier(
     progress: Progress | bool = silent,
     time_limit_seconds: float | None = None,
     interruptible: bool = False,
+    confirm: str | Confirm | bool | None = None,
     microbatches: Microbatches = "fit",
+    remat: str | None = None,
     offload: str | None = None,
+    stages: int | None = None,
+    schedule: str | None = None,
+    plan: str = "sharding",
+    start: Strategy | None = None,
+    kernels: str | None = None,
+    balance: float | None = None,
+    padding: bool | Padding = False,
 ) -> Frontier:
     """The Pareto front of step time against peak memory: what the searcher finds under ever smaller limits, and the baselines.
 
@@ -146,6 +158,9 @@ def frontier(
     for less than anything was found to hold, as long as that is met, which makes it try all its memory prices. Limits in equal ratios from
     the fastest answer's peak down to the smallest are then asked for where nothing was met between them, on the meshes that are best
     around. Every assignment that is judged on the way counts; the program is traced once, and each mesh's tables are made once. Heuristic.
+
+    With recomputation, stages, rewrites, a start or a confirmation each limit is a search of its own (`autoshard.ask.ladder`): the first
+    ones halve the peak until nothing fits, and the rest is between those.
 
     Args:
         fn, args, cluster, searcher, mesh, pins, batch_axes, batch, donate_argnums, progress: as for `search`.
@@ -155,10 +170,11 @@ def frontier(
         microbatches: as for `search`; with ``"auto"`` the front is that of 1, 2, 4 and 8 together, each searched like this.
         offload: ``"optimizer"`` keeps optimizer state in the memory of hosts, as for `search`; with ``"auto"`` the front is that of steps
             with it there and on devices together; None: all is on devices.
+        confirm, remat, stages, schedule, plan, start, kernels, balance, padding: as for `search`.
 
     Raises:
         TraceError: the batch cannot be computed in that many microbatches.
-        ShardingError: nothing can be offloaded, or ``offload`` is for what a frontier does not choose.
+        ShardingError: nothing can be offloaded.
         InfeasibleError: nothing fits the memory limit; names the smallest peak found.
 
     >>> import jax.numpy as jnp
@@ -166,16 +182,16 @@ def frontier(
     >>> [strategy.in_specs for strategy in found][-1]
     (P(None, None), P('data', None))
     """
+    request = Request.of(**given(locals()))
     if isinstance(points, bool) or not isinstance(points, int) or points < 1:
         raise ShardingError(f"a frontier has a whole number of points, 1 or more, got {points!r}.")
-    chosen, microbatches = searcher_of(searcher), checked_number(microbatches)
-    if checked_offload(offload, "fit") == "activations":
-        raise ShardingError(
-            "a frontier is of shardings, microbatches and optimizer state on hosts, and offload='activations' is a choice beside "
-            "recomputation, which it does not try. Use offload='optimizer' with it, or autoshard.search with a memory_limit_bytes."
-        )
+    chosen = request.searcher
+    if not shares_tables(request):
+        with shown(progress) as callback:
+            met, note = ladder(fn, args, request, points, callback)
+        return Frontier([Strategy.of(each) for each in met], [note] if note else [])
     with shown(progress) as callback, rarely_collecting(), outside_mesh(keep_auto=True):
-        ask = partial(prepare, fn, args, cluster, chosen, mesh, Asked.of(pins, batch_axes, batch), memory_limit_bytes, donate_argnums)
+        ask = partial(prepare, fn, args, cluster, chosen, mesh, request.asked, memory_limit_bytes, donate_argnums)
         first = microbatches if isinstance(microbatches, int) else 1
         asked = ask(first)
         check_offload(offload, asked.cluster, asked.traced)

@@ -19,7 +19,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import StrategyError, TraceError
 from autoshard.plan.confirm import Confirm
 from autoshard.plan.microbatching import Microbatches
-from autoshard.plan.request import Request
+from autoshard.plan.request import Request, given
 from autoshard.plan.searching import answered
 from autoshard.plan.user_pins import Pins
 from autoshard.progress import Progress
@@ -279,14 +279,10 @@ def parallelize(
     >>> double(jnp.ones(3))
     Array([2., 2., 2.], dtype=float32)
     """
+    options = given(locals())
     if fn is not None and not callable(fn):
         raise TraceError(f"parallelize takes a function, and options by name, got {fn!r:.80}. Write @parallelize(cluster='cpu:8').")
-    request = Request.of(
-        cluster=None if cluster is None else Cluster.of(cluster), searcher=searcher, mesh=mesh, pins=pins, batch_axes=batch_axes,
-        batch=batch, memory_limit_bytes=memory_limit_bytes, donate_argnums=donate_argnums, time_limit_seconds=time_limit_seconds,
-        interruptible=interruptible, confirm=confirm, microbatches=microbatches, remat=remat, offload=offload, stages=stages,
-        schedule=schedule, plan=plan, start=start, kernels=kernels, balance=balance, padding=padding,
-    )  # fmt: skip
+    request = Request.of(**{**options, "cluster": None if cluster is None else Cluster.of(cluster)})
     running = {"devices": devices, "compiler_options": compiler_options, "bucket_bytes": bucket_bytes, "save_graphs": save_graphs}
 
     def made(function: Callable) -> Parallelized:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
-
 from autoshard.ask.reduced_numbers import Numbers, numbers_parts
-from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
-from autoshard.pipeline.schedule import pieces_in_flight
-from autoshard.pipeline.tasks import all_programs
+from autoshard.pipeline.lowered import LoweredProgram
 from autoshard.render import Heading, Paragraph, Part, Report
-from autoshard.run.pipeline_step import plan_of, schedule_as, staged_as
-from autoshard.run.step import program_of
-from autoshard.strategy import Record
-from autoshard.trace import Traced
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,38 +67,6 @@ class PipelineVerification:
 
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StagePrograms:
-    """A stage's record, predicted peak, and lowered programs."""
-
-    record: Record
-    peak_bytes: float
-    programs: Sequence[LoweredProgram]
-
-
-def stage_programs(
-    fn: Callable, args: tuple, record: Record, traced: Traced | None, meshes: Sequence[Mesh | AbstractMesh], platform: str | None
-) -> Iterator[StagePrograms]:
-    """Each stage's programs, lowered.
-
-    Args:
-        meshes: of the stages.
-        platform: as for `lowered_programs`.
-
-    Raises:
-        StrategyError: the function is not the strategy's program.
-    """
-    pipeline = record.pipeline
-    assert pipeline is not None
-    whole, _, _ = program_of(fn, args, record, before=traced)
-    staged, schedule = staged_as(whole, record, pipeline), schedule_as(record, pipeline)
-    alive, n = pieces_in_flight(schedule), schedule.n_microbatches
-    plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(meshes)]
-    for number, programs in enumerate(all_programs(staged, plans, schedule)):
-        stage, plan, saved = staged.stages[number], plans[number], pipeline.stages[number]
-        yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, alive[number], platform))
 
 
 def together(found: Sequence[tuple[LoweredProgram, Any]]) -> Any:

@@ -23,14 +23,16 @@ from autoshard.judge.model import CostModel
 from autoshard.mesh_search.candidates import placed
 from autoshard.plan.confirm import Confirm
 from autoshard.plan.meshes import check_meshes, fixed_mesh, given_mesh, in_order, with_idle_axes
-from autoshard.plan.microbatching import Microbatches, checked_number
+from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.notes import contended, whole, without_rules
+from autoshard.plan.offloading import check_offload
 from autoshard.plan.prepared import cluster_of, own_annotations, traced_of, with_recomputation
-from autoshard.plan.request import Request
+from autoshard.plan.request import Request, given
 from autoshard.plan.searching import answered
 from autoshard.plan.user_pins import ARGUMENTS, Asked, Pins, constraints, user_pins, written
 from autoshard.problem import Problem
 from autoshard.progress import Progress, silent
+from autoshard.recompute import Options
 from autoshard.rewrite import Padding
 from autoshard.run.recorded import abstract_call, record_of
 from autoshard.search import Searcher, Solution
@@ -76,7 +78,8 @@ def search(
         searcher: a name or a searcher value.
         mesh: axis sizes by name, outermost first; None searches the mesh shape too, with one or two axes and a third where that promises
             a gain, and a number with so many at most, 1 to 3. How the mesh is placed on the cluster's wires is always searched: which axis
-            gets which dimension of a slice, or the links inside hosts.
+            gets which dimension of a slice, or the links inside hosts. With stages it is that of each stage, or one of all devices, of
+            which stages have fewer; with ``plan="full"`` one of a part of the devices says how many stages there are.
         pins: `PartitionSpec` by argument path or shell-style pattern (``"state.params*"``), kept as given, of several that match the last;
             or ``"arguments"`` for the shardings that the arguments have, as arrays on a mesh or by Flax's metadata; or a tuple of both,
             of which the specs come first. Axes that are named are those of the mesh.
@@ -124,8 +127,8 @@ def search(
             compute at the same time (`autoshard.pipeline.one_program`); ``"one_program_interleaved"``: in two rounds where that is faster.
         plan: ``"full"`` searches the step without stages, with ``"auto"`` for microbatches and recomputation that are ``"fit"``, then
             pipelines: numbers of stages and of microbatches, and schedules, of which those are searched stage by stage that are faster by
-            the costs of the step's own layers; the fastest of all is the answer. ``mesh`` and ``stages``
-            are then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
+            the costs of the step's own layers; the fastest of all is the answer. ``stages`` is
+            then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
         start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
         kernels: ``"auto"``: plain attention becomes the fused kernel that JAX has for these devices, where that is predicted to be faster
@@ -149,13 +152,7 @@ def search(
     >>> strategy.in_specs
     (P(None, None), P('data', None))
     """
-    request = Request.of(
-        cluster=cluster, searcher=searcher, mesh=mesh, pins=pins, batch_axes=batch_axes, batch=batch, memory_limit_bytes=memory_limit_bytes,
-        donate_argnums=donate_argnums, time_limit_seconds=time_limit_seconds, interruptible=interruptible, confirm=confirm,
-        microbatches=microbatches, remat=remat, offload=offload, stages=stages, schedule=schedule, plan=plan, start=start, kernels=kernels,
-        balance=balance, padding=padding, asks=confirm is None,
-    )  # fmt: skip
-    return Strategy.of(answered(fn, args, request, progress))
+    return Strategy.of(answered(fn, args, Request.of(**given(locals()), asks=confirm is None), progress))
 
 
 @outside_mesh(keep_auto=True)
@@ -167,6 +164,8 @@ def evaluate(
     in_specs: Any,
     donate_argnums: int | Sequence[int] = (),
     microbatches: int | None = None,
+    remat: str | None = None,
+    offload: str | None = None,
 ) -> Strategy:
     """The strategy, costed, of argument shardings that somebody else chose; intermediates are what Shardy propagates.
 
@@ -177,26 +176,41 @@ def evaluate(
             `PartitionSpec` for all arguments, a mapping of argument paths and patterns to specs, as pins are, or ``"arguments"`` for
             those that the arguments have; what these do not mention is replicated.
         microbatches: in how many parts of its batch the step computes its gradients, as for `search`; None: one.
+        remat: ``"full"``: the backward pass computes all repeated layers again, as for `search`; None: what the step says itself.
+        offload: ``"optimizer"``: optimizer state is in the memory of hosts, as for `search`; None: on devices.
 
     Raises:
         TraceError: the batch cannot be computed in that many microbatches.
         ShardingError: a spec does not fit its argument or the mesh.
     """
+    _check_chosen(Request.of(mesh=mesh, microbatches=microbatches, remat=remat, offload=offload))
     cluster = cluster_of(cluster)
     of_arguments = isinstance(in_specs, str) and in_specs == ARGUMENTS
-    given = None if mesh is None and of_arguments else given_mesh(mesh)
-    if given is not None:
-        cluster.check(given)
-    if microbatches is not None and isinstance(checked_number(microbatches), str):
-        raise ShardingError(f"a sharding is evaluated with a number of microbatches, got {microbatches!r}. Use 4, for instance.")
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, given.all_names if given else (), cluster, microbatches or 1)
+    wanted = None if mesh is None and of_arguments else given_mesh(mesh)
+    if wanted is not None:
+        cluster.check(wanted)
+    axes = wanted.all_names if wanted else ()
+    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster)
+    check_offload(offload, cluster, traced)
+    again = Options(traced, facts, cluster.device).full if remat == "full" else None
+    if (form := (microbatches or 1, again, traced, offload is not None)) != (1, None, traced, False):
+        traced, facts, _ = traced_of(fn, args, donate_argnums, axes, cluster, *form)
     graph = traced.graph
     pins = user_pins(Asked(arguments=of_arguments), graph, own_annotations(fn, args, traced) if of_arguments else [], False)
-    check_meshes(pins, given)
-    given = with_idle_axes(given, pins) if given else fixed_mesh(cluster, pins)
+    check_meshes(pins, wanted)
+    wanted = with_idle_axes(wanted, pins) if wanted else fixed_mesh(cluster, pins)
     specs = pins.specs if of_arguments else flat_specs(traced, args, in_specs)
-    record = evaluated(traced, facts, cluster, given, specs, seconds, pins.notes)
+    record = evaluated(traced, facts, cluster, wanted, specs, seconds, pins.notes)
     return Strategy(record, traced, pins, abstract_call(fn, args), Searched(facts))
+
+
+def _check_chosen(request: Request) -> None:
+    """Raises `ShardingError` where something is left to a search."""
+    if isinstance(request.microbatches, str):
+        raise ShardingError(f"a sharding is evaluated with a number of microbatches, got {request.microbatches!r}. Use 4, for instance.")
+    for name, value, one in (("remat", request.remat, "full"), ("offload", request.offload, "optimizer")):
+        if value not in (None, one):
+            raise ShardingError(f"a sharding is evaluated with {name}={one!r} or None, got {value!r}: the others are for a search.")
 
 
 def evaluated(

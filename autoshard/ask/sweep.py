@@ -20,6 +20,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, SearchLimitError, ShardingError
 from autoshard.plan.meshes import given_mesh
 from autoshard.plan.prepared import whole_of
+from autoshard.plan.request import Request
 from autoshard.plan.user_pins import Asked
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_between, format_bytes, format_seconds, shown
@@ -230,6 +231,7 @@ def sweep(
     [('cpu:4', 64), ('cpu:8', 64), ('cpu:4', 128), ('cpu:8', 128)]
     """
     _check(clusters, batches)
+    Request.of(**options)  # what is wrong is known before the first search
     known = [Cluster.of(cluster) for cluster in clusters]
     asked_prices = [_price(str(given), cluster, prices) for given, cluster in zip(clusters, known, strict=True)]
     item = "step" if not batches else "example" if tokens_per_example is None else "token"

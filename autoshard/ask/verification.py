@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from autoshard.ask.pipeline_verification import PipelineVerification, stage_programs, together
+from autoshard.ask.pipeline_verification import PipelineVerification, together
 from autoshard.ask.reduced_numbers import Numbers, numbers_parts, reduced_numbers
 from autoshard.ask.strategy import Strategy
 from autoshard.ask.verified_operations import OperationDifference, by_operation, operation_tables
@@ -24,6 +24,7 @@ from autoshard.render import Paragraph, Part, Report, Table, format_bytes, forma
 from autoshard.run.leaf_shardings import pipeline_meshes
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.saved_graphs import save_text
+from autoshard.run.stage_programs import stage_programs
 from autoshard.run.step import Step, bucket_options
 from autoshard.strategy import Record
 from autoshard.trace import outside_mesh

@@ -25,13 +25,14 @@ from autoshard.ir import Mesh
 from autoshard.ir.naming import matching
 from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
+from autoshard.options import checked
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.attempts import Attempts, Found
 from autoshard.plan.meshes import given_mesh, meshes_of
-from autoshard.plan.microbatching import checked_number
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
 from autoshard.plan.refusals import with_untried
+from autoshard.plan.request import Request
 from autoshard.plan.stage_searches import Call as StageCall
 from autoshard.plan.stage_searches import in_stages
 from autoshard.plan.user_pins import Asked, Pins, UserPins, user_pins
@@ -63,7 +64,7 @@ def what_if(
             "what_if searches the program again, and a strategy from a file has none. Pass the function: "
             "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
         )
-    if microbatches is not None and isinstance(checked_number(microbatches), str):
+    if isinstance(checked("microbatches", microbatches), str):
         raise ShardingError(f"a what-if is of a number of microbatches, got {microbatches!r}. Use 4, for instance.")
     if microbatches is not None and strategy._call is None:
         raise StrategyError("a stage of a pipeline has its microbatches. Call what_if(microbatches=...) of the pipeline's strategy.")
@@ -76,9 +77,7 @@ def what_if(
     if record.pipeline is not None:
         with _told_of_batch(strategy, batch):
             stage_mesh = _stage_mesh(record.pipeline, mesh, cluster)
-            after = _pipeline(
-                strategy, record.pipeline, asked, there, stage_mesh, batch, microbatches or record.program.microbatches, limit
-            )
+            after = _pipeline(strategy, record.pipeline, asked, there, stage_mesh, batch, microbatches, limit)
         return words, after
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
@@ -168,9 +167,12 @@ def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
 
 
 def _pipeline(
-    strategy: Plan, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, n: int, limit: float | None
+    strategy: Plan, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, n: int | None, limit: float | None
 ) -> Plan:
-    """The pipeline of as many stages and chunks, on the same schedule, in ``n`` microbatches, with its stages searched again."""
+    """The pipeline of as many stages and chunks, on the same schedule, in ``n`` microbatches, with its stages searched again.
+
+    Where nothing fits and no number is asked for, in those that a search finds.
+    """
     traced, call, record = strategy._traced, strategy._call, strategy.record
     assert traced is not None and call is not None, "a strategy with its program"
     fn, args = call if batch is None else with_batch_size(strategy, batch)
@@ -180,14 +182,25 @@ def _pipeline(
     if batch is None and remat is None:
         known = traced, _facts(strategy, there), {"trace_seconds": 0.0, "n_ops": len(traced.graph.walk())}
 
-    def by(searcher: Searcher) -> Plan:
-        again = StageCall(
-            fn, args, there, searcher, mesh, pins, limit, record.donate_argnums, n, pipeline.schedule,
-            None if remat is None else remat.mode, (), None, silent, remat,
-        )  # fmt: skip
-        return in_stages(again, pipeline.n_parts, known)
+    same = Request(
+        cluster=there, mesh=mesh, asked=pins, memory_limit_bytes=limit, donate_argnums=record.donate_argnums,
+        microbatches=n or record.program.microbatches, remat=None if remat is None else remat.mode, schedule=pipeline.schedule,
+        offload="optimizer" if record.program.offload else None,
+    )  # fmt: skip
 
-    return by_first_that_holds(by)
+    def by(request: Request) -> Plan:
+        def searched(searcher: Searcher) -> Plan:
+            again = StageCall(fn, args, replace(request, searcher=searcher), silent, remat, own)
+            return in_stages(again, pipeline.n_parts, known)[0]
+
+        return by_first_that_holds(searched)
+
+    try:
+        return by(same)
+    except InfeasibleError:
+        if n is not None:
+            raise
+        return by(replace(same, microbatches="fit", remat="fit"))
 
 
 def _own_limit(strategy: Plan, before: Cluster, there: Cluster) -> float | None:

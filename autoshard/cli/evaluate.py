@@ -6,8 +6,9 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
+from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.found import finish
-from autoshard.cli.options import add_in_specs, add_program, check_writable, cluster_of, command, mesh, positive
+from autoshard.cli.options import add_in_specs, add_program, check_writable, command, mesh
 from autoshard.cli.program import load
 
 EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
@@ -19,9 +20,7 @@ def add(commands) -> None:
     add_program(parser)
     parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh, required=True, help="mesh axes, outermost first")
     add_in_specs(parser, "what none mentions is replicated")
-    parser.add_argument(
-        "--microbatches", metavar="N", type=positive, help="compute gradients of so many parts of the batch, one after the other"
-    )
+    add_asked(parser, "microbatches", "remat", "offload")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,10 +35,7 @@ def run(options: argparse.Namespace) -> int:
         strategy = autoshard.evaluate(
             function,
             *arguments,
-            cluster=cluster_of(options.cluster),
-            mesh=options.mesh,
             in_specs={path: PartitionSpec(*spec) for path, spec in options.in_spec},
-            donate_argnums=options.donate,
-            microbatches=options.microbatches,
+            **asked(options),
         )
     return finish(strategy, options)

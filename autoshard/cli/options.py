@@ -7,6 +7,8 @@ import math
 import os
 import re
 
+from autoshard.options import OPTIONS
+
 UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power for power, prefix in enumerate("kMGTP", 1) for unit, base in (("", 1000), ("B", 1000), ("iB", 1024))
 }
@@ -61,10 +63,15 @@ def add_program(parser: argparse.ArgumentParser) -> None:
     """Which program, with which arguments, on which cluster, and where the strategy goes."""
     add_function(parser)
     parser.add_argument(
-        "--cluster", metavar="CLUSTER", required=True, help="such as cpu:8, v5e:4x4, h100:8x4, or a .toml file; see autoshard clusters"
+        "--cluster", metavar="CLUSTER", required=True, help=OPTIONS["cluster"].help
     )
     parser.add_argument(
-        "--donate", metavar="N,...", type=numbers, default=(), help="positions of arguments whose memory may be reused, as donate_argnums"
+        "--donate",
+        dest="donate_argnums",
+        metavar="N,...",
+        type=numbers,
+        default=(),
+        help=OPTIONS["donate_argnums"].help,
     )
     parser.add_argument("--save", metavar="FILE", help="write the strategy to a JSON file")
 
@@ -212,19 +219,6 @@ def argument(text: str) -> int | str:
     (1, "batch['x']")
     """
     return int(text) if text.removeprefix("-").isdecimal() else text
-
-
-def microbatches(text: str) -> int | str:
-    """The number of microbatches, or how it is found.
-
-    >>> microbatches("4"), microbatches("auto")
-    (4, 'auto')
-    """
-    if text in ("fit", "auto"):
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"a number from 1 up, fit or auto is expected, got {text!r}")
-    return int(text)
 
 
 def positive(text: str) -> int:

@@ -6,9 +6,12 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
-from autoshard.cli.options import add_function, command, mesh_or_axes, microbatches, numbers, path_price, size
+from autoshard.cli.asked import add_asked, asked
+from autoshard.cli.options import add_function, command, mesh_or_axes, numbers, path_price
 from autoshard.cli.terminal import progress, show, show_json
+from autoshard.options import OPTIONS
 
+PER_POINT = ("cluster", "mesh", "batch")  # of which a sweep has several
 EXAMPLE = "autoshard sweep train:train_step --args train:example_args --clusters v5e:4x4,h100:8x8 --batch 64,128 --donate 0"
 
 
@@ -26,10 +29,7 @@ def add(commands) -> None:
     parser.add_argument(
         "--price", metavar="DEVICE=PRICE", type=path_price, action="append", help="of a device-hour, such as h100=2.5; repeatable"
     )
-    parser.add_argument("--searcher", metavar="NAME", default="auto", help="as for autoshard search")
-    parser.add_argument("--donate", metavar="N,...", type=numbers, default=(), help="positions of arguments that are donated")
-    parser.add_argument("--memory-limit", metavar="SIZE", type=size, help="memory a device may use; the cluster's unless given")
-    parser.add_argument("--microbatches", metavar="N", type=microbatches, default="fit", help="as for autoshard search")
+    add_asked(parser, *(name for name in OPTIONS if name not in PER_POINT))
     parser.add_argument("--save", metavar="FOLDER", help="write strategies as they are found; those of an earlier sweep are kept")
 
 
@@ -54,10 +54,7 @@ def run(options: argparse.Namespace) -> int:
             prices=dict(options.price) if options.price else None,
             save=options.save,
             progress=callback,
-            searcher=options.searcher,
-            donate_argnums=options.donate,
-            memory_limit_bytes=options.memory_limit,
-            microbatches=options.microbatches,
+            **asked(options, without=PER_POINT),
         )
     show_json(result.to_json()) if options.json else show(result.report())
     return 0

@@ -6,8 +6,9 @@ import argparse
 import sys
 from contextlib import redirect_stdout
 
+from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.explain import strategy_of
-from autoshard.cli.options import add_specs, check_writable, cluster_of, command, mesh_or_axes, positive, size
+from autoshard.cli.options import add_specs, check_writable, command, positive
 from autoshard.cli.terminal import show, show_json
 
 EXAMPLE = "autoshard what-if found.json train:train_step --args train:example_args --cluster v5e:4x8"
@@ -22,27 +23,20 @@ def add(commands) -> None:
     parser.add_argument("--args", metavar="MODULE:NAME", help="the program's arguments, as for autoshard search")
     parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
     parser.add_argument("--cluster", metavar="CLUSTER", help="other devices, such as v5e:4x8; their mesh is then searched")
-    parser.add_argument("--mesh", metavar="NAME=SIZE,...", type=mesh_or_axes, help="mesh axes, or how many there may be")
+    add_asked(parser, "mesh", "microbatches", "memory_limit_bytes")
     parser.add_argument("--batch", metavar="N", type=positive, help="examples of the whole batch")
-    parser.add_argument("--microbatches", metavar="N", type=positive, help="how many parts of the batch are computed one after the other")
-    parser.add_argument("--memory-limit", metavar="SIZE", type=size, help="memory a device may use; the strategy's unless given")
     add_specs(parser, "--pin", "fix a sharding; repeatable")
+    parser.set_defaults(pins_from=None)
     parser.add_argument("--save", metavar="FILE", help="write the other strategy to a JSON file")
 
 
 def run(options: argparse.Namespace) -> int:
     """Searches again and compares."""
-    from jax.sharding import PartitionSpec
-
     check_writable(options.save, "--save")
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
         found = strategy_of(options).what_if(
-            pins={path: PartitionSpec(*spec) for path, spec in options.pin} or None,
-            cluster=None if options.cluster is None else cluster_of(options.cluster),
-            mesh=options.mesh,
             batch=options.batch,
-            microbatches=options.microbatches,
-            memory_limit_bytes=options.memory_limit,
+            **asked(options, without=("batch",)),
         )
     if options.save:
         found.strategy.save(options.save)

@@ -101,7 +101,8 @@ def by_rows(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding:
     Raises:
         ClusterError: as for `mesh_of_stages`.
     """
-    return NamedSharding(mesh_of_stages([part.mesh for part in parts]), rows_spec(parts[0].spec, dim))
+    mesh = mesh_of_stages([part.mesh for part in parts])
+    return NamedSharding(mesh, rows_spec(parts[0].spec, dim), memory_kind=parts[0].memory_kind)
 
 
 def rows_spec(spec: PartitionSpec | Sequence[Any], dim: int = 0) -> PartitionSpec:

@@ -30,6 +30,6 @@ Scanned layers can also be stages of one program, which is searched, judged and 
 from autoshard.pipeline.cut import Cut
 from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
-from autoshard.pipeline.stages import Message, Stage, Staged, stages_of
+from autoshard.pipeline.stages import Message, Stage, Staged, stages_of, with_state_on_hosts
 
-__all__ = ["Cut", "Message", "Pipelined", "Stage", "StagePlan", "Staged", "stages_of"]
+__all__ = ["Cut", "Message", "Pipelined", "Stage", "StagePlan", "Staged", "stages_of", "with_state_on_hosts"]

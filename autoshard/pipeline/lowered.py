@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.lower import HOST
 from autoshard.lower.opaque import ANY_PLATFORM, traced_without_kernels
 from autoshard.pipeline.programs import StagePlan, StagePrograms
 from autoshard.pipeline.stages import Stage
@@ -133,7 +134,7 @@ class _Lowering:
 
 
 def _device_bytes(type_: jax.ShapeDtypeStruct) -> float:
-    if jnp.issubdtype(type_.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(type_.dtype, jax.dtypes.extended) or type_.sharding.memory_kind == HOST:  # pyright: ignore[reportOptionalMemberAccess]
         return 0.0
     shard = type_.sharding.shard_shape(type_.shape)  # pyright: ignore[reportOptionalMemberAccess]
     return float(np.prod(shard, dtype=np.float64) * np.dtype(type_.dtype).itemsize)

@@ -62,5 +62,5 @@ class RowsOfStages:
 
 def rows_of_stages(wanted: Sequence[NamedSharding], dim: int) -> RowsOfStages:
     """Where an array is whose parts along a dimension have these shardings on the stages: in the whole array all have the first's spec."""
-    stages = tuple(NamedSharding(each.mesh, wanted[0].spec) for each in wanted)
+    stages = tuple(NamedSharding(each.mesh, wanted[0].spec, memory_kind=each.memory_kind) for each in wanted)
     return RowsOfStages(by_rows(stages, dim), stages, tuple(wanted), dim)

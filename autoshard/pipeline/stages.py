@@ -26,6 +26,7 @@ from autoshard.pipeline.layers import Divided, with_divided_layers
 from autoshard.pipeline.micro import Micro, Sum, micro_of
 from autoshard.pipeline.micro_ops import is_backward
 from autoshard.pipeline.stage_program import LoopPart, Message, OuterPart, StageProgram
+from autoshard.recompute import offloaded
 from autoshard.trace import Traced, of_jaxpr, types_of
 
 
@@ -112,6 +113,22 @@ def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | Non
     if elsewhere:  # layers are not divided equally, or several stages read them
         return stages_of(traced, n_stages, n_microbatches, None, [k for k in divided.argument_dims if k not in elsewhere])
     return builder.staged()
+
+
+def with_state_on_hosts(staged: Staged, leaves: Collection[int]) -> Staged:
+    """The stages with some of the step's flat arguments in the memory of hosts: those that no other stage reads than the one that has them.
+
+    Args:
+        leaves: optimizer state (`autoshard.recompute.optimizer_state`).
+    """
+    parts = {part for leaf in leaves for part in staged.divided.arguments[leaf]}
+    shared = {k for stage in staged.stages for k, is_home in zip(stage.arguments, stage.homes, strict=True) if not is_home}
+
+    def hosted(stage: Stage) -> Stage:
+        own = [position for position, k in enumerate(stage.arguments) if k in parts - shared]
+        return replace(stage, traced=offloaded(stage.traced, own))
+
+    return replace(staged, stages=tuple(map(hosted, staged.stages))) if leaves else staged
 
 
 class _Builder:

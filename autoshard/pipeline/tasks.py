@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autoshard.lower import HOST
 from autoshard.pipeline.equations import as_they_are, evaluate, needed_by, value
 from autoshard.pipeline.loop_tasks import LoopTasks
 from autoshard.pipeline.packing import Packing
@@ -84,7 +85,9 @@ class _Divided(LoopTasks):
         self.handed_on: list[Handed] = []
         outers = [self._outer(level, levels) for level in numbers]
         n_args, n_results = len(self.stage.arguments), len(self.stage.results)
-        shard = partial(NamedSharding, self.plan.mesh)
+        shard, graph = partial(NamedSharding, self.plan.mesh), self.stage.traced.graph
+        argument_kinds = [HOST if graph.values[v].on_host else None for v in graph.arguments]
+        result_kinds = [HOST if graph.values[v].on_host else None for v in graph.results]
         whole = [self.spec_of[self.var_of[k]] if k in self.var_of else PartitionSpec() for k in range(n_args + len(self.stage.receives))]
         receives = [
             shard(whole[n_args + k] if message.kind != "loop" else self.arrival_spec(k - self.first_received))
@@ -95,8 +98,8 @@ class _Divided(LoopTasks):
             tuple(outer for outer in outers if outer.level < self.loop_level),
             tasks,
             tuple(outer for outer in outers if outer.level >= self.loop_level),
-            tuple(shard(spec) for spec in whole[:n_args]),
-            tuple(shard(spec) for spec in self.out_specs[:n_results]),
+            tuple(shard(spec, memory_kind=kind) for spec, kind in zip(whole[:n_args], argument_kinds, strict=False)),
+            tuple(shard(spec, memory_kind=kind) for spec, kind in zip(self.out_specs[:n_results], result_kinds, strict=False)),
             tuple(receives),
             tuple(self.send_specs()),
             passed,

@@ -22,10 +22,11 @@ from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
+from autoshard.options import OPTIONS
 from autoshard.plan.compiled_finalists import MARGIN
 from autoshard.plan.exploring import Exploration
 from autoshard.plan.forms import Estimates, Form, forms_of
-from autoshard.plan.microbatching import AUTO, WORDS, Microbatches
+from autoshard.plan.microbatching import AUTO, Microbatches
 from autoshard.plan.notes import own_checkpoints
 from autoshard.plan.offloading import check_offload
 from autoshard.plan.plan import Plan
@@ -147,7 +148,7 @@ class Attempts:
             return self._searched(first, True)
 
         def forms() -> list[Form]:
-            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches in WORDS else [n]
+            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches in OPTIONS["microbatches"].words else [n]
             some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
             return list(dict.fromkeys(forms_of(numbers, some, hosted)))
 

@@ -12,18 +12,17 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from jax.stages import Lowered
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError, CompilerError
 from autoshard.plan.corrections import differences, learned
-from autoshard.plan.finalists import Board
+from autoshard.plan.finalists import Board, FinalistProgram
+from autoshard.strategy import Record
 from autoshard.verify import (
     COMPILERS,
     NO_OP,
@@ -44,8 +43,43 @@ COMPILING_BYTES = 2 * 2**30  # of memory for a compiler's process: XLA:TPU took 
 POLL_SECONDS = 0.02
 
 
-Results = Generator[tuple[int, Ahead | Exception], None, None]
-"""By number what the compiler makes of a finalist, or how it fails."""
+Results = Generator[tuple[int, Sequence[Ahead] | Exception], None, None]
+"""By number what the compiler makes of each program of a finalist, or how it fails."""
+
+
+Lowered = dict[int, Sequence[FinalistProgram]]
+"""By number the programs of a finalist."""
+
+
+class _Compiling:
+    """The compilation of a finalist's programs, one after the other; of a pipeline each task's is one."""
+
+    def __init__(self, programs: Sequence[FinalistProgram], cycles: bool):
+        self._left, self._done, self._cycles = deque(programs), [], cycles
+        self._begin()
+
+    def _begin(self) -> None:
+        program = self._left.popleft()
+        self._running = Compilation(program.lowered, program.record.mesh, compiled_topology(program.cluster), self._cycles)
+
+    def over(self) -> bool:
+        """Whether all are compiled, or one does not fit."""
+        if not self._running.over():
+            return False
+        self._done.append(self._running.result())
+        if not self._left or not self._done[-1].hlo:
+            return True
+        self._running.stop()
+        self._begin()
+        return False
+
+    def result(self) -> Sequence[Ahead]:
+        """What was compiled; to be called once `over` is true."""
+        return self._done
+
+    def stop(self) -> None:
+        """Ends the process and removes its files."""
+        self._running.stop()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +114,21 @@ class FinalistCompiler:
         Raises:
             OutOfTime: the time is over; what is recorded by then holds.
         """
-        lowered: dict[int, Lowered] = {}
+        lowered: Lowered = {}
         numbers, least = list(range(len(board.found))), min(each.predicted_seconds for each in board.found)
         near = [k for k in numbers if self.clock_hertz and board.found[k].predicted_seconds <= least * (1 + MARGIN)]
         self._decide(board, numbers, near, lowered)
         while close := self._close(board):
             self._decide(board, close, close, lowered)
 
-    def _decide(self, board: Board, numbers: list[int], to_the_end: list[int], lowered: dict[int, Lowered]) -> None:
+    def _decide(self, board: Board, numbers: list[int], to_the_end: list[int], lowered: Lowered) -> None:
         """Compiles some finalists, of them some to the end."""
         scheduled: dict[int, float] = {}
         with closing(self._compiled(board, numbers, to_the_end, lowered)) as results:
             for number, ahead in results:
-                if self._read(board, number, ahead) and isinstance(ahead, Ahead) and number in to_the_end:
-                    scheduled[number] = self._scheduled(board, number, ahead)
+                programs = lowered.get(number, ())
+                if self._read(board, number, programs, ahead) and not isinstance(ahead, Exception) and number in to_the_end:
+                    scheduled[number] = self._scheduled(board, number, programs, ahead)
         for number, seconds in scheduled.items():  # all at once: times of two kinds are not compared where the time is over in between
             board.note(number, measure="scheduled", seconds=seconds)
 
@@ -105,56 +140,89 @@ class FinalistCompiler:
         near = min(seconds.values()) * (1 + MARGIN)
         return [number for number in seconds if seconds[number] <= near and board.found[number].measure != "scheduled"]
 
-    def _compiled(self, board: Board, numbers: list[int], to_the_end: list[int], lowered: dict[int, Lowered]) -> Results:
+    def _compiled(self, board: Board, numbers: list[int], to_the_end: list[int], lowered: Lowered) -> Results:
         """What the compiler makes of finalists as it comes; as many processes at once as there is room for."""
 
-        def start(number: int) -> Callable[[], Compilation]:
-            def begin() -> Compilation:
+        def start(number: int) -> Callable[[], _Compiling]:
+            def begin() -> _Compiling:
                 if number not in lowered:
-                    lowered[number] = board.lowered(number, self.topology.platform)
+                    lowered[number] = board.programs(number, self.topology.platform)
                 board.compilations += 1
-                return Compilation(lowered[number], board.strategies[number].record.mesh, self.topology, number in to_the_end)
+                return _Compiling(lowered[number], number in to_the_end)
 
             return begin
 
         doing, done = f"compiling for {board.cluster.name}", len(board.found) - len(numbers)
         return _in_parallel({number: start(number) for number in numbers}, board, doing, done)
 
-    def _read(self, board: Board, number: int, ahead: Ahead | Exception) -> bool:
+    def _read(self, board: Board, number: int, programs: Sequence[FinalistProgram], ahead: Sequence[Ahead] | Exception) -> bool:
         """Records what was compiled, and says whether the finalist is accepted."""
         if isinstance(ahead, Exception):
             board.failed(number, ahead)
             return False
-        if not ahead.hlo:
-            board.note(number, outcome="does not fit", needed_bytes=ahead.needed_bytes)
+        compiled = list(zip(programs, ahead, strict=False))
+        needed = max(program.held_bytes + each.needed_bytes for program, each in compiled)
+        if not all(each.hlo for each in ahead):
+            board.note(number, outcome="does not fit", needed_bytes=needed)
             return False
-        record = board.strategies[number].record
         try:
-            sent, flops = collectives_of(ahead.hlo, record.mesh), dot_flops(ahead.hlo).total
+            parts = [_Part.of([pair for pair in compiled if pair[0].record is own]) for own in _records(programs)]
         except AutoshardError as error:
             board.failed(number, error)
             return False
-        fits = ahead.fits and not board.exceeds(ahead.peak_bytes)
+        peak = max(program.held_bytes + (each.peak_bytes or 0.0) for program, each in compiled)
+        fits = all(each.fits for each in ahead) and not board.exceeds(peak)
         board.note(
             number,
             outcome="slower" if fits else "does not fit",
             measure="corrected",
-            seconds=corrected_seconds(record.cost, sent, flops, record.mesh, _links(board, number)),
-            collective_bytes=sum(one.bytes * one.count for one in sent),
-            flops=flops,
-            peak_bytes=ahead.peak_bytes,
-            needed_bytes=ahead.needed_bytes,
+            seconds=board.of_parts(number, [each.seconds for each in parts]),
+            collective_bytes=max(each.collective_bytes for each in parts),
+            flops=max(each.flops for each in parts),
+            peak_bytes=peak,
+            needed_bytes=needed,
         )
         return fits
 
-    def _scheduled(self, board: Board, number: int, ahead: Ahead) -> float:
-        """The seconds of the compiled schedule; notes what its kernels take beyond the prediction."""
-        kernels, judged = compiled_kernels(ahead.hlo), board.strategies[number]._judged
+    def _scheduled(self, board: Board, number: int, programs: Sequence[FinalistProgram], ahead: Sequence[Ahead]) -> float:
+        """The step time by the schedules of a finalist's programs; notes what its kernels take beyond the prediction."""
+        judged = board.strategies[number]._judged
+        kernels = [] if judged is None else compiled_kernels(ahead[0].hlo)
         if judged is not None and any(kernel.leader != NO_OP for kernel in kernels):
             of = judged.facts, judged.model, judged.record.assignment, kernels, self.clock_hertz
             board.differences[number] = differences(*of)
             board.corrections = board.corrections.merged([learned(*of)])
-        return scheduled_seconds(ahead.hlo, board.strategies[number].record.mesh, _links(board, number), self.clock_hertz)
+        seconds = dict.fromkeys(range(len(_records(programs))), 0.0)
+        places = {id(own): k for k, own in enumerate(_records(programs))}
+        for program, each in zip(programs, ahead, strict=True):
+            own = program.record
+            took = scheduled_seconds(each.hlo, own.mesh, Communication(program.cluster.links(own.mesh)), self.clock_hertz)
+            seconds[places[id(own)]] += program.count * took
+        return board.of_parts(number, list(seconds.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What was compiled of a step that is one program, or of a stage: its corrected seconds, collective bytes and FLOPs."""
+
+    seconds: float
+    collective_bytes: float
+    flops: float
+
+    @classmethod
+    def of(cls, compiled: Sequence[tuple[FinalistProgram, Ahead]]) -> _Part:
+        """The sums over its programs, each as often as it runs in a step."""
+        record, cluster = compiled[0][0].record, compiled[0][0].cluster
+        read = [(program, collectives_of(each.hlo, record.mesh), dot_flops(each.hlo).total) for program, each in compiled]
+        sent = [replace(one, count=one.count * program.count) for program, found, _ in read for one in found]
+        flops = sum(program.count * own for program, _, own in read)
+        seconds = corrected_seconds(record.cost, sent, flops, record.mesh, Communication(cluster.links(record.mesh)))
+        return cls(seconds, sum(one.bytes * one.count for one in sent), flops)
+
+
+def _records(programs: Sequence[FinalistProgram]) -> list[Record]:
+    """The record of a step, or those of a pipeline's stages, in order."""
+    return list({id(program.record): program.record for program in programs}.values())
 
 
 def finalist_compiler_of(cluster: Cluster) -> FinalistCompiler:
@@ -169,13 +237,9 @@ def finalist_compiler_of(cluster: Cluster) -> FinalistCompiler:
     return FinalistCompiler(topology, cluster.device.clock_hertz if COMPILERS[topology.platform].counts_cycles else 0.0)
 
 
-def _links(board: Board, number: int) -> Communication:
-    return Communication(board.cluster.links(board.strategies[number].record.mesh))
-
-
-def _in_parallel(begins: dict[int, Callable[[], Compilation]], board: Board, doing: str, done: int) -> Results:
+def _in_parallel(begins: dict[int, Callable[[], _Compiling]], board: Board, doing: str, done: int) -> Results:
     """Results by number as they come; what still runs is stopped where nobody waits for it any more."""
-    waiting, running = deque(begins), dict[int, Compilation]()
+    waiting, running = deque(begins), dict[int, _Compiling]()
     most = _processes(len(begins))
     try:
         while waiting or running:
@@ -187,12 +251,14 @@ def _in_parallel(begins: dict[int, Callable[[], Compilation]], board: Board, doi
                 except Exception as error:  # whatever lowering meets, the others may do
                     done += 1
                     yield number, error
-            over = [number for number, compilation in running.items() if compilation.over()]
-            for number in over:
+            over: dict[int, Sequence[Ahead] | Exception] = {}
+            for number, compilation in running.items():
                 try:
-                    result: Ahead | Exception = running[number].result()
+                    if compilation.over():
+                        over[number] = compilation.result()
                 except CompilerError as error:
-                    result = error
+                    over[number] = error
+            for number, result in over.items():
                 running.pop(number).stop()
                 done += 1
                 yield number, result

@@ -132,6 +132,8 @@ def plan_of(record: Record) -> tuple:
     remat = record.program.remat
     program = replace(record.program, remat=remat and replace(remat, kept_bytes=0.0, plain_bytes=0.0, seconds=0.0))
     decided = record.mesh, record.choices, record.layouts, record.copies, record.ahead, record.windows
+    if record.pipeline is not None:
+        decided = (*decided, record.pipeline.schedule, *(plan_of(stage.record) for stage in record.pipeline.stages))
     return program, record.cluster["name"], record.donate_argnums, decided
 
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
@@ -24,7 +24,6 @@ from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
 from autoshard.strategy import Tried
 
-PLANS = ("sharding", "full")
 TRIES = 2  # pipelines that are searched stage by stage
 STAGES = (2, 4)  # that are tried for a step without equal layers
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
@@ -43,15 +42,18 @@ class Comparing(Protocol):
 
 
 class Whole(Protocol):
-    """The search of the step without stages within some seconds, or None for no limit."""
+    """The search of the step without stages within some seconds, or None for no limit. The fastest comes first."""
 
-    def __call__(self, seconds: float | None, /) -> Plan: ...
+    def __call__(self, seconds: float | None, /) -> Sequence[Plan]: ...
 
 
 class StagedSearch(Protocol):
-    """The search of a pipeline of a number of stages: as a plan says, or None for any; within some seconds, or None for no limit."""
+    """The search of a pipeline of a number of stages: as a plan says, or None for any; within some seconds, or None for no limit.
 
-    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None, /) -> Plan: ...
+    The fastest comes first.
+    """
+
+    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None, /) -> Sequence[Plan]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,36 +73,14 @@ class Searches:
     is_deep: bool = False
 
 
-def checked_plan(plan: Any, stages: Any, mesh: Any) -> bool:
-    """Whether all is searched.
-
-    Raises:
-        ShardingError: there is no such plan, or an option fixes what it searches.
-    """
-    if plan not in PLANS:
-        raise ShardingError(f"plan is 'sharding' or 'full', got {plan!r}. Use 'full' to search pipelines too.")
-    if plan == "full" and (stages is not None or (mesh is not None and not isinstance(mesh, int))):
-        given = "stages" if stages is not None else "mesh"
-        raise ShardingError(f"plan='full' searches numbers of stages and their meshes, got {given}=. Leave out {given}, or plan.")
-    return plan == "full"
-
-
-def checked_schedule(schedule: Any, has_stages: bool) -> None:
-    """Raises `ShardingError` for a schedule without a pipeline."""
-    if schedule is not None and not has_stages:
-        raise ShardingError(
-            f"a schedule is the order of a pipeline's tasks, got schedule={schedule!r} without one. Add stages=, or plan='full'."
-        )
-
-
 def fullest(
     searches: Searches,
     cluster: Cluster,
     limit_seconds: float | None,
     progress: Progress,
     ends: tuple[type[BaseException], ...] = (),
-) -> Plan:
-    """The fastest strategy of all searches.
+) -> list[Plan]:
+    """The strategies of all searches, fastest first.
 
     Args:
         ends: the exceptions after which the best strategy so far is the answer, if there is one.
@@ -109,7 +89,7 @@ def fullest(
         InfeasibleError: nothing fits, with stages or without.
     """
     until = math.inf if limit_seconds is None else time.perf_counter() + limit_seconds
-    found: list[Plan] = []
+    found: list[Sequence[Plan]] = []
     failure: AutoshardError | None = None
     plans: Plans | None = None
 
@@ -118,18 +98,18 @@ def fullest(
         seconds = min(until - time.perf_counter(), most)
         return None if seconds == math.inf else max(seconds, LEAST_SECONDS)
 
-    def keep(search: Callable[[float | None], Plan], seconds: float | None) -> None:
+    def keep(search: Callable[[float | None], Sequence[Plan]], seconds: float | None) -> None:
         """Searches; Ctrl-C is for the searches that are left, too, which then have no time."""
         nonlocal until
         started, computing = time.perf_counter(), time.thread_time()
         found.append(search(seconds))
         is_over = seconds is not None and time.perf_counter() - started >= seconds
         is_over = is_over or (searches.is_deep and time.thread_time() - computing >= DEEP_SECONDS)
-        if found[-1].record.stats.get("ended_early") and not is_over:
+        if found[-1][0].record.stats.get("ended_early") and not is_over:
             until = -math.inf
 
     def fastest() -> float:
-        return min((strategy.cost.makespan_seconds for strategy in found), default=math.inf)
+        return min((each.cost.makespan_seconds for each, *_ in found), default=math.inf)
 
     try:
         try:
@@ -178,10 +158,10 @@ def _has_parts(cluster: Cluster, n_stages: int) -> bool:
     return True
 
 
-def _answer(found: list[Plan], plans: Plans | None) -> Plan:
-    """The fastest, with what was compared, and a bound of it all, in its notes and counts."""
-    found = sorted(found, key=lambda strategy: strategy.cost.makespan_seconds)
-    best = found[0]
+def _answer(searched: Sequence[Sequence[Plan]], plans: Plans | None) -> list[Plan]:
+    """All of what was found, the fastest with what was compared, and a bound of it all, in its notes and counts."""
+    best, *others = sorted((each for found in searched for each in found), key=lambda strategy: strategy.cost.makespan_seconds)
+    found = sorted((first for first, *_ in searched), key=lambda strategy: strategy.cost.makespan_seconds)
     stats: dict[str, float] = {}
     note = f"plan='full' compared {', '.join(map(_named, found))}"
     if plans is not None:
@@ -197,7 +177,7 @@ def _answer(found: list[Plan], plans: Plans | None) -> Plan:
         stats |= {"plan_computing_seconds": computing, "plan_bound_seconds": bound, "plan_gap": plans.gap_of(makespan, objective)}
     notes = (*best.record.assumptions, note)
     record = replace(best.record, assumptions=notes, stats={**best.record.stats, **stats}, trail=_trail(found, plans))
-    return best.with_record(record)
+    return [best.with_record(record), *others]
 
 
 def _trail(found: list[Plan], plans: Plans | None) -> tuple[Tried, ...]:

@@ -54,7 +54,7 @@ def meshes_of(
     Args:
         stages: those of one program, which have the first axis; others are for the devices of each.
         more: further specs, with what they are on.
-        is_part: whether the cluster is a part of the devices, as of a stage, so that the program's mesh is taken with fewer of them.
+        is_part: whether the cluster is a part of the devices, as of a stage, so that a mesh of more is taken with fewer of them.
 
     Raises:
         ShardingError: an axis of a pin is misspelt, two of the pins, the program and ``given`` are on different meshes, or have axes in
@@ -64,13 +64,15 @@ def meshes_of(
     is_part = is_part or stages > 1
     check_meshes(pins, given, is_part)
     written = [*pins.ordering(), *more]
-    if given is not None:
-        mesh = in_order(with_idle_axes(given, pins), written, pins.graph)
-        return placed(cluster, [mesh], renamed=False) if given.placement is None else (mesh,), False
-    if next(_of_arguments(pins), None) is not None:
-        return placed(cluster, [in_order(fixed_mesh(cluster, pins), written, pins.graph)], renamed=False), False
+    n = cluster.n_devices // stages
+    if given is not None and given.placement is not None and given.size == cluster.n_devices:
+        return (in_order(with_idle_axes(given, pins), written, pins.graph),), False
+    if (mesh := _of_user(cluster, pins, given, is_part)) is not None:
+        found = _with_fewer(mesh, n) if is_part and mesh.size != n else [mesh]
+        if not found:
+            raise ClusterError(f"a stage has {n} devices of {cluster}, on which there is no mesh with the axes of {mesh}. {_FEWER}")
+        return placed(cluster, [with_stage_axis(in_order(each, written, pins.graph), stages) for each in found], renamed=False), False
     if (mesh := _mesh_of_program(pins)) is not None:
-        n = cluster.n_devices // stages
         found = [in_order(each, written, pins.graph) for each in (_with_fewer(mesh, n) if is_part else [mesh])]
         if not found or found[0].size != n or (is_part and mesh.size != n and any(_shard_maps(pins.graph))):
             what = next(one.what for one in _of_program(pins.graph) if one.mesh.axes == mesh.axes)
@@ -82,11 +84,36 @@ def meshes_of(
     names = _ordered(pins.axes, written)
     _check_spelling(pins.asked.axes)
     if stages > 1:
-        names, n = tuple(axis for axis in names if axis != STAGE_AXIS), cluster.n_devices // stages
+        names = tuple(axis for axis in names if axis != STAGE_AXIS)
         own = candidate_meshes(n, names, max_axes) if n > 1 or names else (Mesh(()),)
         return placed(cluster, [with_stage_axis(mesh, stages) for mesh in own], renamed=False), False
     found = candidate_meshes(cluster.n_devices, names, max_axes)
     return placed(cluster, found, renamed=not names), not names
+
+
+def check_covers(cluster: Cluster, given: Mesh, stages: int) -> None:
+    """Raises `ClusterError` where a mesh is neither that of all devices nor, with stages, that of each stage's."""
+    n = cluster.n_devices // stages
+    if stages == 1:
+        cluster.check(given)
+    elif given.size not in (n, cluster.n_devices):
+        raise ClusterError(
+            f"with stages={stages} a mesh is that of each stage, on {n} of the {cluster.n_devices} devices of {cluster.name}, or of all, "
+            f"of which stages have fewer; the mesh {given} has {given.size}. Use axis sizes whose product is {n}."
+        )
+
+
+_FEWER = "Use a mesh of as many devices, or one of which they are a divisor."
+
+
+def _of_user(cluster: Cluster, pins: UserPins, given: Mesh | None, is_part: bool) -> Mesh | None:
+    """The mesh that is given, or else the one on which arguments are that keep their shardings; None: neither."""
+    if given is not None:
+        return with_idle_axes(given, pins)
+    first = next(_of_arguments(pins), None)
+    if first is None:
+        return None
+    return with_idle_axes(first.mesh, pins) if is_part else fixed_mesh(cluster, pins)
 
 
 def with_stage_axis(mesh: Mesh, stages: int) -> Mesh:

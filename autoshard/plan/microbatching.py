@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, SearchLimitError, TraceError
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
 
 Microbatches = int | str | None
 """A number; ``"fit"``: one, or where nothing fits in one the fastest that does; ``"auto"``: the fastest of a few; None: one."""
 
-WORDS = ("fit", "auto")
 TRIES = 5  # of numbers of microbatches, where the first does not fit
 ROOM = 1.5  # times what is not fixed: where so much may fit, the limit hardly binds
 AUTO = (2, 4, 8)  # beside one
@@ -22,18 +21,6 @@ Found = TypeVar("Found")
 Seconds = Callable[[Any], float]
 """The seconds of a step, of what an attempt gives."""
 N = TypeVar("N")
-
-
-def checked_number(microbatches: Microbatches) -> Microbatches:
-    """What the user asks for, if it is a number or a word that there is.
-
-    Raises:
-        ShardingError: it is neither.
-    """
-    is_number = isinstance(microbatches, int) and not isinstance(microbatches, bool) and microbatches >= 1
-    if microbatches is not None and microbatches not in WORDS and not is_number:
-        raise ShardingError(f"microbatches are a number, 1 or more, 'fit', 'auto' or None, got {microbatches!r}. Use 4, for instance.")
-    return microbatches
 
 
 def best(

@@ -8,24 +8,6 @@ from autoshard.recompute import LEAST_BYTES, optimizer_state
 from autoshard.render import format_bytes
 from autoshard.trace import Traced
 
-WORDS = ("optimizer", "activations", "auto")
-
-
-def checked_offload(offload: str | None, remat: str | None) -> str | None:
-    """The option ``offload``, checked.
-
-    Raises:
-        ShardingError: there is not; or it is for what the option ``remat`` excludes.
-    """
-    if offload is not None and offload not in WORDS:
-        raise ShardingError(f"offload is 'optimizer', 'activations', 'auto' or None, got {offload!r}. Use 'optimizer', for instance.")
-    if offload == "activations" and remat is None:
-        raise ShardingError(
-            "offload='activations' is a third choice for what remat keeps or computes again, and with remat=None nothing is chosen. "
-            "Use remat='fit', 'auto' or 'full' with it."
-        )
-    return offload
-
 
 def check_offload(offload: str | None, cluster: Cluster, traced: Traced) -> None:
     """Raises `ShardingError` where something is to be in the memory of hosts, and devices cannot reach that, or there is no such state."""

@@ -16,23 +16,22 @@ import jax
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.record import Cost
-from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError, TraceError
 from autoshard.ir import Layout, Mesh, shards
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
 from autoshard.lower import STAGE_AXIS, rows_spec
 from autoshard.microbatch import divisors
-from autoshard.pipeline import Stage, Staged, stages_of
+from autoshard.pipeline import Stage, Staged, stages_of, with_state_on_hosts
 from autoshard.pipeline.figures import StageFigures, stage_figures
 from autoshard.pipeline.micro import loop_of
-from autoshard.pipeline.schedule import ONE_PROGRAM, SCHEDULES, Schedule, pieces_in_flight, schedule_of
+from autoshard.pipeline.schedule import Schedule, pieces_in_flight, schedule_of
 from autoshard.pipeline.simulation import PieceSeconds, simulate
 from autoshard.pipeline.tasks import joins_tasks
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.meshes import with_stage_axis
 from autoshard.plan.microbatching import found_with_each
 from autoshard.plan.plan import Plan
-from autoshard.plan.user_pins import Asked
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
@@ -71,6 +70,8 @@ class Pipeline:
         mesh: of each part; None: searched.
         limit: bytes that a device may hold.
         ends: the exceptions that end a search early.
+        start: an earlier strategy, whose number of microbatches and mesh are tried too; None: there is none.
+        hosted: the argument leaves that are in the memory of hosts between steps.
     """
 
     n_parts: int
@@ -79,40 +80,13 @@ class Pipeline:
     mesh: Mesh | None
     limit: float
     ends: tuple[type[BaseException], ...] = ()
+    start: Plan | None = None
+    hosted: tuple[int, ...] = ()
 
     @property
     def chunks(self) -> int:
         """Stages on each part of the devices."""
         return CHUNKS if self.schedule == "interleaved" else 1
-
-
-def check_pipeline(stages: Any, schedule: Any, confirm: Any, start: Any, pins: Asked, option: str = "stages", offload: Any = None) -> None:
-    """Raises `ShardingError` for a wrong number of stages, an unknown schedule, or an option that pipelines do not have.
-
-    Args:
-        option: the one that asks for a pipeline.
-    """
-    if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
-        raise ShardingError(
-            f"stages are a whole number, 2 or more, or None for no pipeline, got {stages!r}. Use 2, for instance, or "
-            "plan='full', which searches the number."
-        )
-    if schedule is not None and schedule not in SCHEDULES:
-        names = ", ".join((*SCHEDULES, *ONE_PROGRAM))
-        raise ShardingError(f"a schedule is one of {names}, got {schedule!r}. Use '1f1b', for instance.")
-    given = {"confirm": confirm is not None, "start": start is not None, "batch_axes": bool(pins.batch_axes)}
-    given |= {"pins='arguments'": pins.arguments}
-    if offload is not None:
-        raise ShardingError(
-            f"a stage that is a program of its own keeps all of its arrays on its devices, got offload={offload!r} beside {option}. Use "
-            "stages=2, schedule='one_program', for instance, where layers are scanned; or leave out offload, and use more stages or "
-            "remat='full' to save memory."
-        )
-    if names := [name for name, is_given in given.items() if is_given]:
-        raise ShardingError(
-            f"a pipeline's stages are searched one by one, on meshes of their own, without {', '.join(names)}. Leave out {names[0]}, or "
-            f"{option}."
-        )
 
 
 def pipelined(
@@ -123,8 +97,8 @@ def pipelined(
     searcher: Any,
     spent: Mapping[str, float],
     progress: Progress,
-) -> Plan:
-    """The fastest strategy of a step in stages.
+) -> list[Plan]:
+    """The strategies of a step in stages, one for each number of microbatches, fastest first.
 
     Args:
         traced: the whole step.
@@ -142,14 +116,17 @@ def pipelined(
     def planned(n: int, n_left: int, progress: Progress) -> _Plan:
         schedule = schedule_of(asked.schedule, asked.n_parts, n, asked.chunks)
         rows = () if asked.chunks > 1 else None  # the chunks of a part have rows that are no neighbours
-        staged = stages_of(traced, asked.n_parts * asked.chunks, n, rows=rows)
+        staged = with_state_on_hosts(stages_of(traced, asked.n_parts * asked.chunks, n, rows=rows), asked.hosted)
         return _Planner(staged, schedule, cluster, asked, search, progress, n_left).best()
 
     numbers = numbers_of_microbatches(traced, asked.n_parts, asked.microbatches)
-    found = found_with_each(numbers, planned, progress, (*asked.ends, OutOfTime))
-    best = min(found, key=lambda plan: plan.makespan_seconds)
-    parts = tuple(each.strategy for each in best.stages)
-    return Plan(_record(traced, cluster, asked, best, searcher, spent), traced, parts=parts)
+    if asked.start is not None and asked.microbatches is None and asked.start.stages:
+        numbers = list(dict.fromkeys([*numbers, asked.start.microbatches]))
+    found = sorted(found_with_each(numbers, planned, progress, (*asked.ends, OutOfTime)), key=lambda plan: plan.makespan_seconds)
+    return [
+        Plan(_record(traced, cluster, asked, each, searcher, spent), traced, parts=tuple(stage.strategy for stage in each.stages))
+        for each in found
+    ]
 
 
 def numbers_of_microbatches(traced: Traced, n_stages: int, given: int | None) -> list[int]:
@@ -250,7 +227,9 @@ class _Planner:
         stages = self.staged.stages
         free = [self._stage(stage, None, {}, part(self.progress, k / len(stages), 1 / len(stages))) for k, stage in enumerate(stages)]
         plans, failure = [], None
-        for mesh in dict.fromkeys(_unplaced(found.strategy.record.mesh) for found in free):
+        started = () if self.asked.start is None else (part.record.mesh for part in self.asked.start.stages)
+        meshes = (*(found.strategy.record.mesh for found in free), *(mesh for mesh in started if mesh.size == self.part.n_devices))
+        for mesh in dict.fromkeys(map(_unplaced, meshes)):
             try:
                 plans.append(self._plan(mesh))
             except (InfeasibleError, SearchLimitError) as error:
@@ -376,6 +355,7 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
             len(graph.values),
             plan.schedule.n_microbatches,
             traced.remat,
+            _on_hosts(staged),
             batch=traced.batch,
             rewrites=to_json(traced.rewrites),
         ),
@@ -404,6 +384,13 @@ def _record(traced: Traced, cluster: Cluster, asked: Pipeline, plan: _Plan, sear
             result_stages=_places(staged.divided.results, staged.result_homes),
         ),
     )
+
+
+def _on_hosts(staged: Staged) -> tuple[int, ...]:
+    """The argument leaves of which all stages that have some are on hosts."""
+    places = [(stage, dict(zip(stage.arguments, stage.traced.graph.arguments, strict=False))) for stage in staged.stages]
+    hosted = {k for stage, values in places for k, v in values.items() if stage.traced.graph.values[v].on_host}
+    return tuple(leaf for leaf, parts in enumerate(staged.divided.arguments) if hosted.issuperset(parts))
 
 
 def _notes(plan: _Plan) -> tuple[str, ...]:

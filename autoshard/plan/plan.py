@@ -184,7 +184,8 @@ class Plan:
 
     def with_record(self, record: Record) -> Self:
         """The strategy of another record of the same program."""
-        return type(self)(record, self._traced, self._pins, self._call, self._known, self._parts)
+        parts = self._parts if record.pipeline == self.record.pipeline else ()
+        return type(self)(record, self._traced, self._pins, self._call, self._known, parts)
 
 
 

@@ -27,7 +27,7 @@ from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import Refused, search_meshes
 from autoshard.microbatch import microbatched
 from autoshard.pipeline.one_program import in_one_program
-from autoshard.plan.meshes import MOST_AXES, given_mesh, meshes_of, most_axes, with_stage_axis
+from autoshard.plan.meshes import MOST_AXES, check_covers, given_mesh, meshes_of, most_axes
 from autoshard.plan.notes import contended, fetched_early, lowered_otherwise, whole, without_rules
 from autoshard.plan.plan import Plan
 from autoshard.plan.start import better, carried, unused
@@ -169,8 +169,7 @@ def prepare(
     most = most_axes(mesh, searcher)
     given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
     if given is not None:
-        given = with_stage_axis(given, stages)
-        cluster.check(given)
+        check_covers(cluster, given, stages)
     axes = (*asked.axes, *(given.all_names if given else ()))
     how = microbatches, remat, whole, offload, stages, rounds, asked.batch
     traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, *how)
@@ -181,11 +180,13 @@ def prepare(
     is_limited = memory_limit_bytes is not None
     finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
     prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args), None, is_limited)
-    return prepared if not asked.batch_axes else _with_batch(prepared)
+    return batch_found(prepared)
 
 
-def _with_batch(prepared: Prepared) -> Prepared:
-    """The same with the batch found, on the mesh whose axes are the smallest, since most batches divide by these."""
+def batch_found(prepared: Prepared) -> Prepared:
+    """The same with the batch found where axes for it are given, on the mesh whose axes are the smallest: most batches divide by these."""
+    if not prepared.pins.asked.batch_axes:
+        return prepared
     mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes, default=1))
     found = prepared.problem(mesh, None, ())
     return prepared if mesh.size == 1 else replace(prepared, pins=with_batch(prepared.pins, batch_dims(found)))

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-from autoshard.errors import InfeasibleError, NothingFasterError, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, SearchLimitError, TraceError
 from autoshard.ir.remat import Remat
-from autoshard.plan.plan import Plan
 from autoshard.plan.refusals import AGAIN, or_refused
 
-WORDS = ("fit", "auto", "full", "replace")
-
 T = TypeVar("T")
-
-
-def checked_remat(remat: str | None) -> str | None:
-    """The option ``remat``, checked.
-
-    Raises:
-        ShardingError: there is not.
-    """
-    if remat is not None and remat not in WORDS:
-        raise ShardingError(f"remat is 'fit', 'auto', 'full', 'replace' or None, got {remat!r}. Use 'auto', for instance.")
-    return remat
 
 
 def _fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
@@ -38,8 +25,12 @@ def _fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
 
 
 def staged_remat(
-    attempt: Callable[[Remat | None], Plan], remat: str | None, options: Callable[[], Sequence[Remat]], first: Remat | None = None
-) -> Plan:
+    attempt: Callable[[Remat | None], T],
+    remat: str | None,
+    options: Callable[[], Sequence[Remat]],
+    seconds: Callable[[T], float],
+    first: Remat | None = None,
+) -> T:
     """The pipeline with as much recomputation as asked for, of all stages alike; ``"auto"`` is as ``"fit"``.
 
     Args:
@@ -47,10 +38,9 @@ def staged_remat(
 
     Raises:
         InfeasibleError: no pipeline fits with any that was tried.
-        ShardingError: checkpoints are to be replaced.
     """
     if remat == "replace":
-        raise ShardingError("remat='replace' is for whole steps: stages keep the step's own checkpoints. Use remat='fit', or no stages.")
+        return _better(attempt, options(), seconds)
     if remat == "full":
         return attempt(next(reversed(options()), None))
     try:
@@ -59,7 +49,20 @@ def staged_remat(
         choices = () if remat is None else [each for each in options() if first is None or each.kept_bytes < first.kept_bytes]
         if not choices:
             raise
-        return or_refused(error, lambda: _fastest(_least_that_fits(attempt, choices), lambda each: each.cost.makespan_seconds), AGAIN)
+        return or_refused(error, lambda: _fastest(_least_that_fits(attempt, choices), seconds), AGAIN)
+
+
+def _better(attempt: Callable[[Remat | None], T], options: Sequence[Remat], seconds: Callable[[T], float]) -> T:
+    """The pipeline of the step as it is, or with its own checkpoints replaced by the least that fits, whichever is faster."""
+    if not options:
+        return attempt(None)
+    try:
+        found = attempt(None)
+    except InfeasibleError as error:
+        return or_refused(error, lambda: _fastest(_least_that_fits(attempt, options), seconds), AGAIN)
+    with suppress(InfeasibleError):
+        return min((found, *_least_that_fits(attempt, options)), key=seconds)
+    return found
 
 
 def _least_that_fits(attempt: Callable[[Remat | None], T], options: Sequence[Remat]) -> list[T]:

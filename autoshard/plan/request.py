@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from autoshard.cluster import Cluster
+from autoshard.errors import ShardingError
 from autoshard.mesh_search.anytime import checked_seconds, endings
+from autoshard.options import OPTIONS, checked
+from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.plan.confirm import Confirm, confirm_of
-from autoshard.plan.full_plan import checked_plan, checked_schedule
 from autoshard.plan.meshes import given_mesh
-from autoshard.plan.microbatching import Microbatches, checked_number
-from autoshard.plan.offloading import checked_offload
-from autoshard.plan.pipelining import check_pipeline
+from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.plan import Plan
-from autoshard.plan.recomputing import checked_remat
-from autoshard.plan.start import checked
-from autoshard.plan.ticking import is_one_program
+from autoshard.plan.start import checked as checked_start
 from autoshard.plan.user_pins import Asked, Pins
 from autoshard.rewrite import Padding, Rewriting
-from autoshard.search import Searcher, searcher_of
+from autoshard.search import Auto, Searcher, searcher_of
 from autoshard.trace import Batch
 
 SEARCHING = 0.5  # of a search that is confirmed: its share of the progress, and of a time limit
+CHECKED = ("microbatches", "remat", "offload", "stages", "schedule")  # words and numbers
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options among a function's arguments by name, such as ``locals()`` where it begins."""
+    return {name: values[name] for name in OPTIONS if name in values}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,84 +44,90 @@ class Request:
         asks: whether a compiler is asked once of a plan near the memory limit that nobody confirms.
     """
 
-    cluster: Cluster | str | Path | None
-    searcher: Searcher
-    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None
-    asked: Asked
-    memory_limit_bytes: float | None
-    donate_argnums: int | Sequence[int]
-    seconds: float | None
-    interruptible: bool
-    confirm: Confirm | None
-    microbatches: Microbatches
-    remat: str | None
-    offload: str | None
-    stages: int | None
-    schedule: str | None
-    plan: str
-    start: Plan | None
-    rewriting: Rewriting
+    cluster: Cluster | str | Path | None = None
+    searcher: Searcher = field(default_factory=Auto)
+    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None
+    asked: Asked = field(default_factory=Asked)
+    memory_limit_bytes: float | None = None
+    donate_argnums: int | Sequence[int] = ()
+    seconds: float | None = None
+    interruptible: bool = False
+    confirm: Confirm | None = None
+    microbatches: Microbatches = "fit"
+    remat: str | None = "fit"
+    offload: str | None = None
+    stages: int | None = None
+    schedule: str | None = None
+    plan: str = "sharding"
+    start: Plan | None = None
+    rewriting: Rewriting = field(default_factory=Rewriting)
     asks: bool = False
 
     @classmethod
     def of(
         cls,
         *,
-        searcher: str | Searcher,
-        pins: Pins | None,
-        batch_axes: str | Sequence[str] | None,
-        batch: Batch,
-        time_limit_seconds: float | None,
-        confirm: str | Confirm | bool | None,
-        kernels: str | None,
-        balance: float | None,
-        padding: bool | Padding,
-        microbatches: Microbatches,
-        remat: str | None,
-        offload: str | None,
-        start: Plan | None,
+        searcher: str | Searcher = "auto",
+        pins: Pins | None = None,
+        batch_axes: str | Sequence[str] | None = None,
+        batch: Batch = None,
+        time_limit_seconds: float | None = None,
+        confirm: str | Confirm | bool | None = None,
+        plan: str = "sharding",
+        start: Plan | None = None,
+        kernels: str | None = None,
+        balance: float | None = 1.0,
+        padding: bool | Padding = True,
         **others: Any,
     ) -> Request:
-        """The request of a call's options.
+        """The request of a call's options, by their names in `autoshard.options.OPTIONS`; those left out have their defaults.
 
         Raises:
             AutoshardError: an option is none of its values, or does not go with another.
         """
-        chosen, mesh = searcher_of(searcher), others["mesh"]
+        chosen, mesh = searcher_of(searcher), others.get("mesh")
         axes = () if mesh is None or isinstance(mesh, int) else given_mesh(mesh).sizes
         request = cls(
             searcher=chosen,
             asked=replace(Asked.of(pins, batch_axes, batch), padding=padding if isinstance(padding, Padding) else Padding()),
             seconds=checked_seconds(time_limit_seconds),
             confirm=confirm_of(confirm),
-            microbatches=checked_number(microbatches),
-            remat=checked_remat(remat),
-            offload=checked_offload(offload, remat),
-            start=checked(start, chosen),
+            plan=checked("plan", plan) or "sharding",
+            start=checked_start(start, chosen),
             rewriting=Rewriting.of(kernels, balance, padding, axes),
-            **others,
+            **{name: checked(name, value) if name in CHECKED else value for name, value in others.items()},
         )
-        is_pipeline = request.is_pipeline
-        checked_schedule(request.schedule, request.is_full or request.stages is not None)
-        if is_pipeline:
-            stages, option = (2, "plan") if request.is_full else (request.stages, "stages")
-            check_pipeline(stages, request.schedule, request.confirm, request.start, request.asked, option, request.offload)
+        request._check_together()
         return request
+
+    def _check_together(self) -> None:
+        """Raises `ShardingError` for options that contradict each other."""
+        if self.offload == "activations" and self.remat is None:
+            raise ShardingError(
+                "offload='activations' is a third choice for what remat keeps or computes again, and with remat=None nothing is chosen. "
+                "Use remat='fit', 'auto' or 'full' with it."
+            )
+        if self.is_full and self.stages is not None:
+            raise ShardingError(f"plan='full' searches numbers of stages, got stages={self.stages!r}. Leave out stages, or plan.")
+        if self.schedule is not None and not self.is_full and self.stages is None:
+            raise ShardingError(
+                f"a schedule is the order of a pipeline's tasks, got schedule={self.schedule!r} without one. Add stages=, or plan='full'."
+            )
 
     @property
     def is_full(self) -> bool:
         """Whether pipelines are searched too."""
-        return checked_plan(self.plan, self.stages, self.mesh)
+        return self.plan == "full"
 
     @property
     def stages_of_one_program(self) -> int:
         """The number of stages that are one program; 1: there are none."""
-        return self.stages or 1 if is_one_program(self.schedule, self.stages, self.plan) else 1
+        return self.stages or 1 if self.schedule in ONE_PROGRAM else 1
 
     @property
     def is_pipeline(self) -> bool:
         """Whether stages may be programs of their own."""
-        return self.stages_of_one_program == 1 and (self.is_full or self.stages is not None)
+        return self.schedule not in ONE_PROGRAM and (self.is_full or self.stages is not None)
 
     @property
     def axes(self) -> tuple[str, ...]:

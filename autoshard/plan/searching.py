@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from autoshard.compilers.corrections import Corrections
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
+from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.plan.agreement import agreed, finalists_of_process_0
 from autoshard.plan.asking import asked_once
 from autoshard.plan.attempts import Attempts, Whole
@@ -17,6 +17,7 @@ from autoshard.plan.attention_notes import attention_notes
 from autoshard.plan.confirm import noted
 from autoshard.plan.corrections import as_compiled_before
 from autoshard.plan.finalists import Board
+from autoshard.plan.full_plan import REFUSED, STAGES
 from autoshard.plan.kept_corrections import keep_corrections, kept_corrections
 from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.plan import Plan
@@ -25,6 +26,7 @@ from autoshard.plan.request import SEARCHING, Request
 from autoshard.plan.rounds import Rounds
 from autoshard.plan.stage_searches import Call, full, in_stages
 from autoshard.plan.ticking import check_parts, fastest
+from autoshard.plan.variants import LEAST_SECONDS
 from autoshard.plan.variants import fastest as fastest_variant
 from autoshard.progress import Progress, part, silent
 from autoshard.render import shown
@@ -85,84 +87,144 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
     Raises:
         NothingFasterError: nothing is.
     """
-    chosen, how, number, n_stages = request.limited, request.confirm, request.microbatches, request.stages_of_one_program
-    if request.is_pipeline:
-        with rarely_collecting():
-            call = Call(fn, args, request.cluster, chosen, request.mesh, request.asked, request.memory_limit_bytes, request.donate_argnums,
-                        number, request.schedule, request.remat, request.ends, request.searching_seconds, progress)  # fmt: skip
-            if request.stages is not None:
-                return in_stages(call, request.stages)
+    how, until = request.confirm, math.inf
+    devices = cluster_of(request.cluster)
+    kept, notes = kept_corrections(devices)
+    if how is None:
+        found = _finalists(fn, args, request, progress, 1, least, replace(kept, generalises=True)).strategies[0]
+        return noted(found, *notes, *as_compiled_before(found))
 
-            def whole(progress: Progress, time_limit_seconds: float | None, **given: Any) -> Plan:
-                asked = replace(request.without_stages(), seconds=time_limit_seconds, **given)
-                return _searched(fn, args, asked, progress)
+    def searched(within: float | None, corrections: Corrections, progress: Progress) -> Board | Plan:
+        """The finalists within a limit, None for the user's; where Ctrl-C ended the search, the best."""
+        nonlocal until
+        seconds = request.searching_seconds if until == math.inf else max((until - time.perf_counter()) / 2, LEAST_SECONDS)
+        limit = request.memory_limit_bytes if within is None else within
+        own = replace(request.within(seconds, None), memory_limit_bytes=limit)
+        found = _finalists(fn, args, own, part(progress, 0.0, SEARCHING), how.finalists, corrections=corrections)
+        strategies, finders, is_over = found.strategies, found.finders, found.is_over
+        if how.by == "devices":
+            strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
+        if is_over:
+            return noted(strategies[0], "not confirmed: the search was interrupted")
+        if request.seconds is not None:
+            until = min(until, found.started + request.seconds)
+        return Board(
+            strategies,
+            finders=finders,
+            fn=fn,
+            args=args,
+            memory_limit_bytes=request.memory_limit_bytes,
+            until=None if request.seconds is None else until,
+            progress=part(progress, SEARCHING, 1 - SEARCHING),
+            together=how.by == "devices",
+        )
 
-            return full(call, whole, request.remat)
-    with rarely_collecting():
-        n_finalists, until = 1 if how is None else how.finalists, math.inf
-        n_kept = MOST_OVERLAPPED if how is None and chosen.includes_baselines else n_finalists
+    rounds = Rounds(searched, how, devices, limit_of(devices, request.memory_limit_bytes), kept)
+    found = rounds.found(progress)
+    return noted(found, *notes, *as_compiled_before(found), *keep_corrections(devices, rounds.learned))
 
-        def searched(within: float | None, corrections: Corrections, progress: Progress) -> Board | Plan:
-            """The finalists within a limit, None for the user's; the best alone where none is confirmed, or Ctrl-C ended the search."""
-            nonlocal until
-            limit = request.memory_limit_bytes if within is None else within
-            seconds = request.searching_seconds if until == math.inf else max((until - time.perf_counter()) / 2, 0.0)
-            own = part(progress, 0.0, 1.0 if how is None else SEARCHING)
-            asked = partial(prepare, fn, args, request.cluster, chosen, request.mesh, request.asked, limit, request.donate_argnums,
-                            corrections=corrections)  # fmt: skip
 
-            def attempts(
-                number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, **divided: int
-            ) -> Attempts:
-                ask, reserves = partial(asked, **divided), limit is None
-                same = request.remat, request.offload, request.mesh, request.start
-                return Attempts(ask, chosen, number, *same, reserves, progress, request.ends, seconds, n_kept, whole)
+@dataclass(frozen=True, slots=True)
+class _Finalists:
+    """The best distinct strategies of a search, fastest first.
 
-            if n_stages > 1:
-                assert request.schedule is not None, "that of one program"
-                devices = cluster_of(request.cluster)
-                check_parts(devices, n_stages, number)
-                traced, facts, _ = traced_of(fn, args, request.donate_argnums, request.axes, devices, batch=request.asked.batch)
-                tried = partial(attempts, whole=(traced, facts), stages=n_stages)
-                trail = ()
-                (prepared, solution, problem), started = fastest(tried, traced, n_stages, request.schedule, number, seconds, own)
-            else:
-                one = attempts(number, seconds, own)
-                one.least = least
-                (prepared, solution, problem), started = one.found(), one.started
-                trail = one.trail(prepared)
-            solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
-            stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
-            solutions = prepared.overlapped((solution, *solution.others), problem, n_finalists)
-            strategies = [prepared.plan(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
-            strategies = [each.with_record(replace(each.record, trail=trail)) for each in strategies]
-            if how is None:
-                return strategies[0]
-            finders = [each.finder or chosen.name for each in solutions]
-            is_over = bool(solution.stats.get("ended_early")) and (seconds is None or searching < seconds)
-            if how.by == "devices":
-                strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
-            if is_over:
-                return noted(strategies[0], "not confirmed: the search was interrupted")
-            if request.seconds is not None:
-                until = min(until, started + request.seconds)
-            return Board(
-                strategies,
-                finders=finders,
-                fn=fn,
-                args=args,
-                memory_limit_bytes=request.memory_limit_bytes,
-                until=None if request.seconds is None else until,
-                progress=part(progress, SEARCHING, 1 - SEARCHING),
-                together=how.by == "devices",
-            )
+    Attributes:
+        finders: per strategy the name of the searcher whose answer it is.
+        started: when the search began, on `time.perf_counter`'s clock, tracing not included.
+        is_over: whether it was interrupted.
+    """
 
+    strategies: Sequence[Plan]
+    finders: Sequence[str]
+    started: float
+    is_over: bool
+
+
+@rarely_collecting()
+def _finalists(
+    fn: TracedOnce,
+    args: tuple,
+    request: Request,
+    progress: Progress,
+    wanted: int,
+    least: float = math.inf,
+    corrections: Corrections = NO_CORRECTIONS,
+) -> _Finalists:
+    """The best strategies that a search of a request finds, of which nothing is confirmed; ``wanted`` at most.
+
+    Args:
+        corrections: of predicted kernels of a step that is one program, by what was compiled.
+    """
+    if request.is_full and request.schedule in ONE_PROGRAM:
+        return _any_stages(fn, args, request, progress, wanted, corrections)
+    if not request.is_pipeline:
+        return _of_one_program(fn, args, request, progress, wanted, least, corrections)
+
+    def whole(request: Request, progress: Progress) -> Sequence[Plan]:
+        return _finalists(fn, args, request, progress, wanted, corrections=corrections).strategies
+
+    started, call = time.perf_counter(), Call(fn, args, request, progress)
+    found = full(call, whole) if request.stages is None else in_stages(call, request.stages)
+    is_over = bool(found[0].record.stats.get("ended_early")) and not _timed_out(request, time.perf_counter() - started)
+    return _Finalists(found[:wanted], [each.record.searcher.name for each in found[:wanted]], started, is_over)
+
+
+def _any_stages(fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, corrections: Corrections) -> _Finalists:
+    """The best of the step without stages, and in a few numbers of stages of one program."""
+    started, n = time.perf_counter(), cluster_of(request.cluster).n_devices
+    asked = [request.without_stages(), *(replace(request, plan="sharding", stages=k) for k in STAGES if n % k == 0)]
+    found, failure = list[tuple[Plan, str]](), None
+    for k, each in enumerate(asked):
+        left = None if request.seconds is None else max(request.seconds - time.perf_counter() + started, LEAST_SECONDS) / (len(asked) - k)
+        try:
+            own, here = replace(each, seconds=left), part(progress, k / len(asked), 1 / len(asked))
+            one = _of_one_program(fn, args, own, here, wanted, math.inf, corrections)
+            found += zip(one.strategies, one.finders, strict=True)
+        except REFUSED as error:
+            failure = failure or error
+    if not found:
+        assert failure is not None
+        raise failure
+    found.sort(key=lambda each: each[0].cost.makespan_seconds)
+    strategies, finders = zip(*found[:wanted], strict=True)
+    return _Finalists(strategies, finders, started, False)
+
+
+def _of_one_program(
+    fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, least: float, corrections: Corrections
+) -> _Finalists:
+    """The same of a step that is one program on all devices, whether it has stages or not."""
+    chosen, number, n_stages, seconds = request.limited, request.microbatches, request.stages_of_one_program, request.seconds
+    ask = partial(prepare, fn, args, request.cluster, chosen, request.mesh, request.asked, request.memory_limit_bytes)
+    ask = partial(ask, request.donate_argnums, corrections=corrections)
+    n_kept = MOST_OVERLAPPED if wanted == 1 and chosen.includes_baselines else wanted
+
+    def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, **divided: int) -> Attempts:
+        same = request.remat, request.offload, request.mesh, request.start, request.memory_limit_bytes is None
+        return Attempts(partial(ask, **divided), chosen, number, *same, progress, request.ends, seconds, n_kept, whole)
+
+    trail = ()
+    if n_stages > 1:
+        assert request.schedule is not None, "that of one program"
         devices = cluster_of(request.cluster)
-        kept, notes = kept_corrections(devices)
-        if how is None:
-            found = searched(None, replace(kept, generalises=True), progress)
-            assert isinstance(found, Plan)
-            return noted(found, *notes, *as_compiled_before(found))
-        rounds = Rounds(searched, how, devices, limit_of(devices, request.memory_limit_bytes), kept)
-        found = rounds.found(progress)
-        return noted(found, *notes, *as_compiled_before(found), *keep_corrections(devices, rounds.learned))
+        check_parts(devices, n_stages, number)
+        traced, facts, _ = traced_of(fn, args, request.donate_argnums, request.axes, devices, batch=request.asked.batch)
+        tried = partial(attempts, whole=(traced, facts), stages=n_stages)
+        (prepared, solution, problem), started = fastest(tried, traced, n_stages, request.schedule, number, seconds, progress)
+    else:
+        one = attempts(number, seconds, progress)
+        one.least = least
+        (prepared, solution, problem), started = one.found(), one.started
+        trail = one.trail(prepared)
+    solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
+    stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
+    solutions = prepared.overlapped((solution, *solution.others), problem, wanted)
+    strategies = [prepared.plan(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
+    strategies = [each.with_record(replace(each.record, trail=trail)) for each in strategies]
+    is_over = bool(solution.stats.get("ended_early")) and not _timed_out(request, searching)
+    return _Finalists(strategies, [each.finder or chosen.name for each in solutions], started, is_over)
+
+
+def _timed_out(request: Request, seconds: float) -> bool:
+    """Whether a search that took so long ended since its time was over."""
+    return request.seconds is not None and seconds >= request.seconds

@@ -8,38 +8,49 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import ClusterError, InfeasibleError, OutOfTime
+from autoshard.errors import InfeasibleError, OutOfTime
 from autoshard.explanation.searched import Searched
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.judge.model import CostModel
-from autoshard.mesh_search.anytime import endings, timed
+from autoshard.mesh_search.anytime import timed
 from autoshard.pipeline import Stage
 from autoshard.pipeline.plan_search import Planning
 from autoshard.pipeline.plans import FILL, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.plan.confirm import noted
 from autoshard.plan.full_plan import DEEP_GAIN, DEEP_OPS, DEEP_SECONDS, Searches, fullest
-from autoshard.plan.meshes import given_mesh, meshes_of, most_axes
-from autoshard.plan.microbatching import Microbatches
-from autoshard.plan.pipelining import USUAL, Pipeline, pipelined
+from autoshard.plan.meshes import check_covers, given_mesh, meshes_of, most_axes
+from autoshard.plan.offloading import check_offload
+from autoshard.plan.pipelining import CHUNKS, USUAL, Pipeline, pipelined
 from autoshard.plan.plan import Plan
-from autoshard.plan.prepared import RESERVE, Prepared, barely, cluster_of, limit_of, searched_on_meshes, traced_of
+from autoshard.plan.prepared import (
+    RESERVE,
+    Prepared,
+    barely,
+    batch_found,
+    cluster_of,
+    limit_of,
+    own_annotations,
+    searched_on_meshes,
+    traced_of,
+)
 from autoshard.plan.recomputing import staged_remat
-from autoshard.plan.user_pins import Asked, stage_pins, user_pins
+from autoshard.plan.refusals import or_refused
+from autoshard.plan.request import Request
+from autoshard.plan.user_pins import UserPins, stage_pins, user_pins
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
-from autoshard.recompute import Options, rematerialised
+from autoshard.recompute import Options, optimizer_state, rematerialised, without_checkpoints
 from autoshard.rules import rules_of
 from autoshard.run.recorded import abstract_call
-from autoshard.search import Searcher, Solution
+from autoshard.search import Solution
 from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Traced
 
@@ -49,35 +60,32 @@ LEAST_SAVED = 0.1  # of what is kept without recomputation: one that saves less 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """The arguments of a call of `autoshard.search` that is for pipelines; those not listed here are as there.
+    """A request for pipelines, and its program.
 
     Attributes:
-        schedule: None: the usual one, or where all is searched the fastest.
-        ends: the exceptions that end a search early.
-        seconds: how long to search; None: without a limit.
+        fn, args: the program.
+        request: all that is asked for; its time is for this search alone, and nothing is confirmed in it.
+        progress: a callback.
         recomputed: the recomputation that is tried first; None: none is.
+        earlier: the pins of an earlier search, whose arguments' shardings are kept; None: those that arguments have.
     """
 
     fn: Callable
     args: tuple
-    cluster: Cluster | str | Path | None
-    searcher: Searcher
-    mesh: Any
-    asked: Asked
-    memory_limit_bytes: float | None
-    donate_argnums: int | Sequence[int]
-    microbatches: Microbatches
-    schedule: str | None
-    remat: str | None
-    ends: tuple[type[BaseException], ...]
-    seconds: float | None
+    request: Request
     progress: Progress
     recomputed: Remat | None = None
+    earlier: UserPins | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices."""
+        return cluster_of(self.request.cluster)
 
     @property
     def reserves(self) -> bool:
         """Whether some of the memory is left alone where anything fits without it."""
-        return self.memory_limit_bytes is None
+        return self.request.memory_limit_bytes is None
 
     @property
     def limit(self) -> float:
@@ -87,98 +95,208 @@ class Call:
     @property
     def whole_limit(self) -> float:
         """Bytes that a device may hold."""
-        return limit_of(cluster_of(self.cluster), self.memory_limit_bytes)
+        return limit_of(self.cluster, self.request.memory_limit_bytes)
 
     @property
     def number(self) -> int | None:
         """The number of microbatches; None for any."""
-        return self.microbatches if isinstance(self.microbatches, int) else None
+        number = self.request.microbatches
+        return number if isinstance(number, int) else None
+
+    @property
+    def given(self) -> Mesh | None:
+        """The mesh that is given, of all devices or of each stage."""
+        mesh = self.request.mesh
+        return None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
+
+    def traced(self) -> tuple[Traced, ProgramFacts, dict[str, float]]:
+        """The step as it is traced, its facts and what that took."""
+        asked = self.request
+        return traced_of(self.fn, self.args, asked.donate_argnums, asked.axes, self.cluster, batch=asked.asked.batch)
+
+    def pins(self, traced: Traced, facts: ProgramFacts, part: Cluster) -> UserPins:
+        """The pins of the whole step, with the batch found where axes for it are given; all stages have one mesh, of a ``part``."""
+        asked = self.request.asked
+        annotations = own_annotations(self.fn, self.args, traced) if asked.arguments else [()] * len(traced.graph.arguments)
+        pins = user_pins(asked, traced.graph, annotations, self.given is None)
+        if self.earlier is not None:
+            pins = replace(pins, kept={at: each for at, each in self.earlier.kept.items() if at not in pins.given}, notes=())
+        if not asked.batch_axes:
+            return pins
+        meshes, _ = meshes_of(part, pins, self.given, 2, is_part=True)
+        limit = limit_of(part, self.request.memory_limit_bytes)
+        return batch_found(Prepared(traced, facts, part, meshes, 0, pins, limit, {})).pins
 
 
-def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapping[str, float]] | None = None) -> Plan:
-    """The best strategy as a pipeline of so many stages.
+def in_stages(call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapping[str, float]] | None = None) -> list[Plan]:
+    """The best strategies as a pipeline of so many stages, one for each number of microbatches, fastest first.
 
     Args:
         known: the traced step, its facts and what tracing took, where it was traced before.
     """
-    cluster, searcher, asked = cluster_of(call.cluster), call.searcher, call.asked
-    given = None if call.mesh is None or isinstance(call.mesh, int) else given_mesh(call.mesh)
-    part_of, most = cluster.part(n_stages), most_axes(call.mesh, searcher)
-    if given is not None and given.size != part_of.n_devices:
-        raise ClusterError(
-            f"with stages={n_stages} a mesh is that of each stage, on {part_of.n_devices} of the {cluster.n_devices} devices of "
-            f"{cluster.name}; the mesh {given} has {given.size}. Use axis sizes whose product is {part_of.n_devices}."
-        )
-    axes = (*asked.axes, *(given.all_names if given else ()))
-    traced, facts, spent = known or traced_of(call.fn, call.args, call.donate_argnums, axes, cluster, batch=asked.batch)
-    whole = user_pins(asked, traced.graph, [()] * len(traced.graph.arguments), given is None)  # all stages have one mesh
-    until = None if call.seconds is None else time.perf_counter() + call.seconds
-    found: dict[tuple, Solution] = {}  # equal stages are searched once
-    last, quick = LastResort(searcher.last_resort), searcher.without_last_resort()  # which all stages share
+    return _StageSearches(call, n_stages, known or call.traced()).found()
 
-    def searched(
-        stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
-    ) -> tuple[Plan, Problem]:
-        nonlocal until
-        program = stage.traced
-        facts = _facts_of(program, cluster)
-        pins = replace(stage_pins(asked, stage, mesh is None), fixed=fixed)
-        meshes, _ = meshes_of(part_of, whole, mesh, most, is_part=True)
-        counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
-        prepared = Prepared(program, facts, part_of, meshes, 0, pins, limit, counts)
-        key = program.graph.fingerprint, program.graph.donated, tuple(pins.given.items()), pins.stacked, mesh, tuple(fixed.items()), limit
-        if key in found:
-            problem = prepared.problem(found[key].assignment.mesh, limit, ())
-            solution = replace(found[key], judgement=problem.evaluate(found[key].assignment), stats={})
-            return prepared.plan(problem.mesh, prepared.overlapped([solution], problem)[0], searcher), problem
-        started = time.perf_counter()
-        left = None if until is None else max(0.0, until - started) / n_left
-        ends = call.ends if until is None else tuple({*call.ends, OutOfTime})
-        limited = timed(progress, left)
+
+class _StageSearches:
+    """The searches of the stages of one pipeline.
+
+    Attributes:
+        part: the devices of a stage.
+        pins: of the whole step.
+        given: the mesh that each stage has, where it is given.
+        last: the searcher's last resort, which all stages share.
+        known: by stage and what it is asked its solution: equal stages are searched once.
+        until: on the clock, when the time is over; None: never.
+    """
+
+    def __init__(self, call: Call, n_stages: int, known: tuple[Traced, ProgramFacts, Mapping[str, float]]):
+        self.call, self.n_stages, self.request = call, n_stages, call.request
+        self.traced, self.facts, self.spent = known
+        self.searcher = self.request.limited
+        self.part = call.cluster.part(n_stages)
+        if call.given is not None:
+            check_covers(call.cluster, call.given, n_stages)
+        self.given = call.given if call.given is not None and call.given.size == self.part.n_devices else None
+        self.pins = call.pins(self.traced, self.facts, self.part)
+        self.most = most_axes(self.request.mesh, self.searcher)
+        self.last = LastResort(self.searcher.last_resort)
+        self.known: dict[tuple, Solution] = {}
+        self.until = None if self.request.seconds is None else time.perf_counter() + self.request.seconds
+
+    def found(self) -> list[Plan]:
+        """The best within the memory limit; within the reserve of it too, if it has one and nothing fits otherwise."""
+        call = self.call
         try:
-            solution, problem = searched_on_meshes(prepared, quick, limited, ends, 1, None, limit, refused=last.refuse)
+            return [self._finished(each) for each in self._within(call.limit)]
+        except InfeasibleError as error:
+            if not call.reserves or (error.smallest_peak_bytes or math.inf) > call.whole_limit:
+                raise
+        return [self._finished(noted(each, barely(call.whole_limit))) for each in self._within(call.whole_limit)]
+
+    def _within(self, limit: float) -> list[Plan]:
+        """The best within a limit: with optimizer state on devices, on hosts, or where memory binds whichever is faster."""
+        offload, device = self.request.offload, self.call.cluster.device
+        check_offload(offload, self.call.cluster, self.traced)
+        state = optimizer_state(self.traced) if offload in ("optimizer", "auto") and device.host_bandwidth_bytes_per_second else ()
+        if offload != "auto" or not state:
+            return self._in_memory(limit, state)
+        try:
+            alone = self._in_memory(limit, ())
+        except InfeasibleError as error:
+            return or_refused(error, lambda: self._in_memory(limit, state), "with optimizer state in the memory of hosts")
+        if alone[0].record.program.remat is None:  # memory does not bind
+            return alone
+        return min(alone, self._in_memory(limit, state), key=_seconds)
+
+    def _in_memory(self, limit: float, hosted: tuple[int, ...]) -> list[Plan]:
+        """The best within a limit, with some argument leaves in the memory of hosts."""
+        asked = self.request
+        schedule, ends = asked.schedule or USUAL, asked.ends
+        pipeline = Pipeline(self.n_stages, schedule, self.call.number, self.given, limit, ends, asked.start, hosted)
+
+        def attempt(again: Remat | None) -> list[Plan]:
+            program = rematerialised(self.traced, None if again is None else replace(again, mode=asked.remat or ""))
+            return pipelined(program, self.call.cluster, pipeline, self._searched, self.searcher, self.spent, self.call.progress)
+
+        hosts = asked.offload == "activations" or (asked.offload == "auto" and bool(hosted))
+        return staged_remat(attempt, asked.remat, lambda: self._options(hosts), _seconds, self.call.recomputed)
+
+    def _options(self, hosts: bool) -> Sequence[Remat]:
+        """The recomputations that there are, of the option's kind."""
+        device = self.call.cluster.device
+        if self.request.remat != "replace":
+            return Options(self.traced, self.facts, device, hosts).all
+        opened = without_checkpoints(self.traced)
+        facts = _facts_of(opened, self.call.cluster)
+        return () if opened is self.traced else Options(opened, facts, device, hosts).replaced
+
+    def _searched(
+        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
+    ) -> tuple[Plan, Problem]:
+        """As `StageSearch`."""
+        pins = self._stage_pins(stage, mesh, fixed)
+        wanted = mesh if mesh is not None else self.call.given
+        meshes, _ = meshes_of(self.part, self.pins, wanted, self.most, is_part=True)
+        program = stage.traced
+        counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
+        prepared = Prepared(program, _facts_of(program, self.call.cluster), self.part, meshes, 0, pins, limit, counts)
+        graph = program.graph
+        own = tuple(pins.kept.items()), tuple(pins.batch.items()), None if self.request.start is None else graph.argument_paths
+        key = graph.fingerprint, graph.donated, tuple(pins.given.items()), *own, pins.stacked, mesh, tuple(fixed.items()), limit
+        if key in self.known:
+            solution = self.known[key]
+            problem = prepared.problem(solution.assignment.mesh, limit, ())
+            solution = replace(solution, judgement=problem.evaluate(solution.assignment), stats={})
+        else:
+            solution, problem = self._solved(prepared, self._start_of(stage), limit, progress, n_left)
+            self.known[key] = solution
+        return prepared.plan(problem.mesh, prepared.overlapped([solution], problem)[0], self.searcher), problem
+
+    def _solved(
+        self, prepared: Prepared, start: Plan | None, limit: float, progress: Progress, n_left: int
+    ) -> tuple[Solution, Problem]:
+        """The best solution of a stage's program in its share of the time, by the last resort where nothing else finds one."""
+        started, until = time.perf_counter(), self.until
+        left = None if until is None else max(0.0, until - started) / n_left
+        ends = self.request.ends if until is None else tuple({*self.request.ends, OutOfTime})
+        limited, quick = timed(progress, left), self.searcher.without_last_resort()
+        try:
+            solution, problem = searched_on_meshes(prepared, quick, limited, ends, 1, start, limit, refused=self.last.refuse)
         except InfeasibleError:
-            if (at_last := last.found(limited, None if left is None else max(0.0, started + left - time.perf_counter()))) is None:
+            rest = None if left is None else max(0.0, started + left - time.perf_counter())
+            if (at_last := self.last.found(limited, rest)) is None:
                 raise
             solution, problem = at_last
         finally:
-            last.refused = []
+            self.last.refused = []
         if solution.stats.get("ended_early") and (left is None or time.perf_counter() - started < left):
-            until = time.perf_counter()  # Ctrl-C is for all stages: those that are left have their first answers
-        found[key] = solution
-        return prepared.plan(problem.mesh, prepared.overlapped([solution], problem)[0], searcher), problem
+            self.until = time.perf_counter()  # Ctrl-C is for all stages: those that are left have their first answers
+        return solution, problem
 
-    def within(limit: float) -> Plan:
-        pipeline = Pipeline(n_stages, call.schedule or USUAL, call.number, given, limit, call.ends)
+    def _stage_pins(self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout]) -> UserPins:
+        """The pins of a stage's program: those of the step on its arguments, of the batch too, and layouts that other stages fix."""
+        return replace(_of_step(self.pins, stage_pins(self.request.asked, stage, mesh is None)), fixed=fixed)
 
-        def attempt(again: Remat | None) -> Plan:
-            program = rematerialised(traced, None if again is None else replace(again, mode=call.remat or ""))
-            return pipelined(program, cluster, pipeline, searched, searcher, spent, call.progress)
+    def _start_of(self, stage: Stage) -> Plan | None:
+        """The earlier strategy of a stage: that of the same stage, or of the whole step, whose arguments have the same paths."""
+        start = self.request.start
+        same = start is not None and len(start.stages) == self.n_stages * (CHUNKS if self.request.schedule == "interleaved" else 1)
+        return start.stages[stage.number] if start is not None and same else start
 
-        return staged_remat(attempt, call.remat, lambda: Options(traced, facts, cluster.device).all, call.recomputed)
-
-    def finished(strategy: Plan) -> Plan:
+    def _finished(self, strategy: Plan) -> Plan:
         """The strategy with what questions about it need."""
         record, own = strategy.record, strategy._traced
-        if call.memory_limit_bytes is not None:
-            record = replace(record, stats={**record.stats, "memory_limit_bytes": call.memory_limit_bytes})
-        known = Searched(facts) if own is traced else None
-        return Plan(record, own, whole, abstract_call(call.fn, call.args), known, strategy.stages)
-
-    try:
-        return finished(within(call.limit))
-    except InfeasibleError as error:
-        if not call.reserves or (error.smallest_peak_bytes or math.inf) > call.whole_limit:
-            raise
-    return finished(noted(within(call.whole_limit), barely(call.whole_limit)))
+        if self.request.memory_limit_bytes is not None:
+            record = replace(record, stats={**record.stats, "memory_limit_bytes": self.request.memory_limit_bytes})
+        known = Searched(self.facts) if own is self.traced else None
+        return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.stages)
 
 
-def problems_on(asked: Asked, program: Traced, devices: Cluster, mesh: Mesh | None = None) -> list[Problem]:
-    """The search problems of a program on some devices, without a memory limit: one a placement of a mesh, or of all meshes of two axes."""
-    pins = user_pins(asked.among(program.graph.argument_paths), program.graph, [], mesh is None)
+def _seconds(found: Sequence[Plan]) -> float:
+    """The predicted step time of the fastest."""
+    return found[0].cost.makespan_seconds
+
+
+def _of_step(whole: UserPins, own: UserPins) -> UserPins:
+    """The pins of a part of a step, with the shardings that arguments keep and the batch of the whole, by their paths."""
+    places = {path: at for at, path in enumerate(whole.graph.argument_paths)}
+    ours = {at: places[path] for at, path in enumerate(own.graph.argument_paths) if path in places}
+    kept, batch = ({at: found[k] for at, k in ours.items() if k in found} for found in (whole.kept, whole.batch))
+    return replace(own, kept=kept, batch=batch)
+
+
+def problems_on(whole: UserPins, given: Mesh | None, program: Traced, devices: Cluster, mesh: Mesh | None = None) -> list[Problem]:
+    """The search problems of a program on some devices, without a memory limit: one a placement of a mesh, or of all meshes of two axes.
+
+    Args:
+        whole: the pins of the step that it is a part of.
+        given: the mesh that the user gives.
+    """
+    wanted = given if mesh is None else mesh
+    pins = _of_step(whole, user_pins(whole.asked.among(program.graph.argument_paths), program.graph, [], wanted is None))
     facts = _facts_of(program, devices)
     found: list[Problem] = []
-    for each in meshes_of(devices, pins, mesh, 2, is_part=True)[0]:
+    for each in meshes_of(devices, pins, wanted, 2, is_part=True)[0]:
         alike = (other for other in found if other.mesh.sizes == each.sizes)  # shares most with this one
         found.append(Problem(facts, CostModel(devices, each), pins.on(each), None, next(chain(alike, found), None)))
     return found
@@ -196,21 +314,24 @@ def _saving(program: Traced, facts: ProgramFacts, cluster: Cluster) -> list[Rema
     return [saving[round(share * (len(saving) - 1))] for share in RECOMPUTED] if saving else []
 
 
-def full(call: Call, whole: Callable[..., Plan], remat: str | None) -> Plan:
-    """The best strategy with stages or without.
+def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> list[Plan]:
+    """The best strategies with stages or without, fastest first.
 
     Args:
         whole: searches without stages.
-        remat: as in `autoshard.search`.
     """
-    cluster, asked = cluster_of(call.cluster), call.asked
-    traced, facts, spent = traced_of(call.fn, call.args, call.donate_argnums, asked.axes, cluster, batch=asked.batch)
-    is_deep = len(traced.graph.walk()) > DEEP_OPS
+    cluster, request = call.cluster, call.request
+    traced, facts, spent = call.traced()
+    is_deep, remat = len(traced.graph.walk()) > DEEP_OPS, request.remat
+    given = call.given
+    if given is not None and given.size < cluster.n_devices:  # it is that of each stage, of as many as there are such parts
+        return in_stages(call, cluster.n_devices // given.size, (traced, facts, spent))
+    pins = call.pins(traced, facts, cluster)
 
-    def alone(left: float | None) -> Plan:
-        number = "auto" if call.microbatches == "fit" else call.microbatches
-        again = "auto" if remat == "fit" else remat
-        return whole(progress=part(call.progress, 0.0, 0.3), time_limit_seconds=left, microbatches=number, remat=again)
+    def alone(left: float | None) -> Sequence[Plan]:
+        number = "auto" if request.microbatches == "fit" else request.microbatches
+        own = replace(request.without_stages(), seconds=left, microbatches=number, remat="auto" if remat == "fit" else remat)
+        return whole(own, part(call.progress, 0.0, 0.3))
 
     @cache
     def again() -> list[Remat | None]:
@@ -225,27 +346,27 @@ def full(call: Call, whole: Callable[..., Plan], remat: str | None) -> Plan:
 
     @cache
     def planning() -> Planning | None:
-        schedules = tuple(FILL) if call.schedule is None else (call.schedule,)
+        schedules = tuple(FILL) if request.schedule is None else (request.schedule,)
         others = [] if remat in (None, "full") else [partial(recomputing, number) for number in range(len(RECOMPUTED))]
         program = rematerialised(traced, Options(traced, facts, cluster.device).full) if remat == "full" else traced
         wanted = Wanted(
-            call.limit, schedules, None, call.number, others, ends=call.ends, least_gain=DEEP_GAIN if is_deep else BUDGETS.least_gain
+            call.limit, schedules, None, call.number, others, ends=request.ends, least_gain=DEEP_GAIN if is_deep else BUDGETS.least_gain
         )
-        return Planning.of(program, cluster, partial(problems_on, asked), wanted)
+        return Planning.of(program, cluster, partial(problems_on, pins, given), wanted)
 
     def plans(*limits: Any) -> Plans | None:
         own = planning()
         return None if own is None else own.run(*limits)
 
-    def staged(n_stages: int, like: Estimate | None, left: float | None) -> Plan:
+    def staged(n_stages: int, like: Estimate | None, left: float | None) -> Sequence[Plan]:
         progress = part(call.progress, 0.6, 0.4)
         if left is None and is_deep:  # ends after some seconds of one core
             left, progress = math.inf, timed(progress, DEEP_SECONDS, time.thread_time)
-        own = replace(call, ends=endings(left, KeyboardInterrupt in call.ends), seconds=left, progress=progress)
+        own, again_of_it = replace(request, seconds=left, stages=n_stages, plan="sharding"), None
         if like is not None:
             own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.shape))
-            own = replace(own, recomputed=None if like.again is None else again()[like.again])
-        return in_stages(own, n_stages, (traced, facts, spent))
+            again_of_it = None if like.again is None else again()[like.again]
+        return in_stages(replace(call, request=own, progress=progress, recomputed=again_of_it), n_stages, (traced, facts, spent))
 
     searches = Searches(alone, plans, staged, is_deep)
-    return fullest(searches, cluster, call.seconds, call.progress, call.ends)
+    return fullest(searches, cluster, request.seconds, call.progress, request.ends)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, ShardingError
@@ -16,23 +15,6 @@ from autoshard.plan.pipelining import numbers_of_microbatches
 from autoshard.progress import Progress
 from autoshard.render import format_seconds
 from autoshard.trace import Traced
-
-
-def is_one_program(schedule: Any, stages: Any, plan: Any) -> bool:
-    """Whether a pipeline in one program is asked for.
-
-    Raises:
-        ShardingError: it is, without a number of stages.
-    """
-    if schedule not in ONE_PROGRAM:
-        return False
-    if plan == "full" or isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
-        got = "plan='full'" if plan == "full" else f"stages={stages!r}"
-        raise ShardingError(
-            f"schedule={schedule!r} takes a number of stages, 2 or more, which plan='full' does not search; got {got}. Write stages=2, "
-            "for instance, and leave out plan."
-        )
-    return True
 
 
 def check_parts(cluster: Cluster, stages: int, microbatches: Microbatches) -> None:

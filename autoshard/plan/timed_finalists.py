@@ -18,8 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.errors import ClusterError, CompilerError, OutOfTime
 from autoshard.lower import jax_mesh
+from autoshard.pipeline.sending import absent, is_here
 from autoshard.plan.agreement import everyones
 from autoshard.plan.finalists import Board
+from autoshard.run.leaf_shardings import pipeline_meshes
+from autoshard.run.padded import PaddedArguments
+from autoshard.run.pipeline_step import PipelineStep
 from autoshard.run.structure import KEYS
 from autoshard.strategy import Record
 from autoshard.verify import collectives_of, devices_here, dot_flops
@@ -66,6 +70,8 @@ class FinalistDevices:
     def _compiled(self, board: Board, number: int) -> tuple[Callable[[Callable[[], None]], float] | None, dict[str, Any]]:
         """What times a finalist, None where it does not fit, and what is known of it before it runs."""
         record = board.strategies[number].record
+        if record.pipeline is not None:
+            return self._pipeline(board, number), {}
         mesh = jax_mesh(record.mesh, self.devices)
         lowered = board.lowered(number, record.cluster["device"]["kind"], mesh)
         compiled = lowered.compile()
@@ -79,6 +85,20 @@ class FinalistDevices:
             board.note(number, outcome="does not fit", **figures)
             return None, figures
         return partial(_median_seconds, compiled, _zeros(lowered, record, mesh), bool(record.donate_argnums)), figures
+
+
+    def _pipeline(self, board: Board, number: int) -> Callable[[Callable[[], None]], float]:
+        """What times a pipeline, whose programs are compiled in the run that warms up."""
+        strategy = board.strategies[number]
+        record = strategy.record
+        step = PipelineStep(board.fn, record, pipeline_meshes(record, self.devices), traced=strategy._traced)
+        program, _ = step.program(*PaddedArguments(record).as_stored(board.args))
+
+        def zeros() -> tuple:
+            there = zip(program.traced.jaxpr.jaxpr.invars, program.in_shardings, strict=True)
+            return program.traced.in_tree.unflatten([_zero_there(v.aval, sharding) for v, sharding in there])
+
+        return partial(_median_seconds, program.call, zeros, bool(record.donate_argnums))
 
 
 @contextmanager
@@ -120,6 +140,13 @@ def _zeros(lowered: jax.stages.Lowered, record: Record, mesh: jax.sharding.Mesh)
     specs = [PartitionSpec(*tensor.spec) if all(tensor.shape) else PartitionSpec() for tensor in record.arguments]
     shardings = [NamedSharding(mesh, spec) for spec in specs]
     return jax.jit(lambda: tree.unflatten([_zero(info) for info in infos]), out_shardings=tree.unflatten(shardings))
+
+
+def _zero_there(info: Any, sharding: NamedSharding) -> Any:
+    """An array of zeros on the devices of a stage; in processes that have none of these, one without data."""
+    if not is_here(sharding):
+        return absent(info.shape, info.dtype, sharding)
+    return jax.jit(lambda: _zero(info), out_shardings=sharding)()
 
 
 def _zero(info: Any) -> jax.Array:

@@ -40,11 +40,12 @@ def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list
     Raises:
         ClusterError: there are too few devices.
     """
+    kinds = {leaf: HOST for leaf in record.program.offload}
     if record.pipeline is None:
         mesh = jax_mesh(record.mesh, devices)
-        kinds = {leaf: HOST for leaf in record.program.offload}
         return [NamedSharding(mesh, PartitionSpec(*tensor.spec), memory_kind=kinds.get(k)) for k, tensor in enumerate(record.arguments)]
-    return stage_shardings(record.arguments, record.pipeline.argument_stages, pipeline_meshes(record, devices))
+    found = stage_shardings(record.arguments, record.pipeline.argument_stages, pipeline_meshes(record, devices))
+    return [each if k not in kinds else NamedSharding(each.mesh, each.spec, memory_kind=HOST) for k, each in enumerate(found)]
 
 
 def stage_shardings(tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]) -> list[NamedSharding]:

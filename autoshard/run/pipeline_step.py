@@ -14,7 +14,7 @@ from autoshard.compilers import compiler_of
 from autoshard.errors import StrategyError
 from autoshard.judge.model import CostModel
 from autoshard.lower.opaque import ANY_PLATFORM
-from autoshard.pipeline import Cut, Staged, stages_of
+from autoshard.pipeline import Cut, Staged, stages_of, with_state_on_hosts
 from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.schedule import Schedule, Task, schedule_of
@@ -149,7 +149,8 @@ def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMe
 def staged_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> Staged:
     """The stages of a program as a record has them."""
     n, rows = len(pipeline.stages), [k for k, stage in enumerate(pipeline.argument_stages) if stage == BY_ROWS]
-    return stages_of(traced, n, record.program.microbatches, Cut(n, pipeline.cut), rows)
+    staged = stages_of(traced, n, record.program.microbatches, Cut(n, pipeline.cut), rows)
+    return with_state_on_hosts(staged, record.program.offload)
 
 
 def schedule_as(record: Record, pipeline: PipelineRecord) -> Schedule:

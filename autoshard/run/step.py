@@ -225,6 +225,10 @@ class Step(Sharded):
             return False
         return True
 
+    def program(self, *args: Any) -> tuple[Program, tuple]:
+        """What runs for arguments like these, and the arguments as pytrees of arrays."""
+        return self._program(held(self._plain, args))
+
     def _program(self, args: tuple) -> tuple[Program, tuple]:
         """The program for arguments like these, in which what is static is held, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
@@ -332,7 +336,8 @@ def program_of(
             traced = divided(traced, lambda one: in_one_program(one, *how))
         elif record.pipeline is None:
             traced = divided(traced, functools.partial(microbatched, n=record.program.microbatches))
-        traced = offloaded(traced, record.program.offload)
+        if record.pipeline is None:  # stages have their own
+            traced = offloaded(traced, record.program.offload)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)
         model = CostModel(Cluster.from_dict(record.cluster), record.mesh)

@@ -330,14 +330,8 @@ def test_a_search_is_confirmed_by_the_compiler_unless_told_otherwise(search):
     assert code == 0 and "Confirmed by cpu" in out and "on cpu devices" in out
 
 
-def test_a_frontier_refuses_options_that_it_has_not(search):
-    """Stages and recomputation beside --frontier are refused, since they would have no effect."""
-    code, _, err = search("--frontier", "--stages", "2", "--remat", "full")
-    assert code == 2 and "has no --stages, --remat" in err
-
-
-def test_a_frontier_is_not_confirmed(search):
-    """Several strategies are not what is asked to be confirmed, and other words are refused."""
-    code, _, err = search("--confirm", "--frontier")
-    assert code == 2 and "Leave out --frontier or --confirm" in err
+def test_a_frontier_takes_the_options_of_a_search(search):
+    """Recomputation among them; other words are refused."""
+    code, out, _ = search("--frontier", "2", "--remat", "full", "--json")
+    assert code == 0 and json.loads(out)
     assert search("--confirm", "friends")[0] == 2

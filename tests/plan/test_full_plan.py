@@ -22,10 +22,12 @@ from autoshard.pipeline.plan_search import Planning, search_plans
 from autoshard.pipeline.plans import FILL, Bounds, Candidate, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.plan import prepared
-from autoshard.plan.full_plan import DEEP_SECONDS, Searches, checked_plan, checked_schedule, fullest
+from autoshard.plan.full_plan import DEEP_SECONDS, Searches
+from autoshard.plan.full_plan import fullest as all_found
 from autoshard.plan.prepared import traced_of
+from autoshard.plan.request import Request
 from autoshard.plan.stage_searches import Call, in_stages, problems_on
-from autoshard.plan.user_pins import Asked
+from autoshard.plan.user_pins import Asked, UserPins
 from autoshard.progress import silent
 from autoshard.recompute import Options, rematerialised
 from autoshard.rules import rules_of
@@ -49,6 +51,11 @@ CLUSTER = Cluster.parse("cpu:4")
 NO_BOUNDS = (Bounds(0.0, 0.0),) * 3
 
 
+def fullest(*arguments):
+    """The fastest of all."""
+    return all_found(*arguments)[0]
+
+
 def refused(*_):
     raise autoshard.InfeasibleError("none fits")
 
@@ -62,9 +69,9 @@ def estimate(n_stages, seconds, schedule="1f1b"):
 def test_the_answer_is_the_fastest(found):
     """A pipeline where nothing else fits, the step without stages where that is faster."""
     plain, pipeline = found
-    alone = fullest(Searches(refused, lambda *_: None, lambda *_: pipeline), CLUSTER, None, silent)
+    alone = fullest(Searches(refused, lambda *_: None, lambda *_: [pipeline]), CLUSTER, None, silent)
     assert alone.record.pipeline is not None
-    both = fullest(Searches(lambda *_: plain, lambda *_: None, lambda *_: pipeline), CLUSTER, None, silent)
+    both = fullest(Searches(lambda *_: [plain], lambda *_: None, lambda *_: [pipeline]), CLUSTER, None, silent)
     assert both.cost.makespan_seconds == min(plain.cost.makespan_seconds, pipeline.cost.makespan_seconds)
     assert "no stages in 1 microbatch " in both.notes[-1]
     assert "2 stages in 4 microbatches" in both.notes[-1]
@@ -79,14 +86,14 @@ def test_only_what_may_be_fastest_is_searched(found):
 
     def staged(n_stages, like, seconds):
         asked.append((n_stages, like.candidate.n_microbatches, like.schedule))
-        return pipeline
+        return [pipeline]
 
     far = Plans((estimate(2, 1e-9, "zero_bubble"), estimate(2, 2e-9), estimate(4, 3e-9), estimate(1, 4e-9)), NO_BOUNDS, 3)
     fullest(Searches(refused, lambda *_: far, staged), CLUSTER, None, silent)
     assert asked == [(2, 4, "zero_bubble"), (4, 4, "1f1b")]
     asked.clear()
     near = Plans((estimate(1, 0.9e9), estimate(2, 1e9)), NO_BOUNDS, 2)
-    assert fullest(Searches(lambda *_: plain, lambda *_: near, staged), CLUSTER, None, silent).record.pipeline is None
+    assert fullest(Searches(lambda *_: [plain], lambda *_: near, staged), CLUSTER, None, silent).record.pipeline is None
     assert asked == []
 
 
@@ -99,7 +106,7 @@ def test_the_step_without_stages_is_searched_first(found):
         asked.append(below)
         return Plans((estimate(2, 1e-9), estimate(1, 1e9)), NO_BOUNDS, 2)
 
-    best = fullest(Searches(lambda *_: plain, compare, refused), CLUSTER, None, silent)
+    best = fullest(Searches(lambda *_: [plain], compare, refused), CLUSTER, None, silent)
     assert best.cost == plain.cost and asked == [plain.cost.makespan_seconds]
 
 
@@ -107,7 +114,7 @@ def test_the_forms_of_a_full_search_are_in_its_trail(found):
     """What was found, fastest first, then what is left of pipelines, by their estimates."""
     plain, pipeline = found
     plans = Plans((estimate(2, 1e-9), estimate(4, 1e9)), NO_BOUNDS, 2)
-    best = fullest(Searches(lambda *_: plain, lambda *_: plans, lambda *_: pipeline), CLUSTER, None, silent)
+    best = fullest(Searches(lambda *_: [plain], lambda *_: plans, lambda *_: [pipeline]), CLUSTER, None, silent)
     trail = best.record.trail
     assert [each.outcome for each in trail] == ["taken", "slower", "not searched: others are estimated to be faster"]
     assert {each.form for each in trail[:2]} == {"1 microbatch", "2 stages, 4 microbatches"}
@@ -125,10 +132,10 @@ def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch
 
         def staged(n_stages, like, seconds, given=given):
             given.append(seconds)
-            return pipeline
+            return [pipeline]
 
         plans = Plans((estimate(1, 1e-9), estimate(2, 1e-9)), NO_BOUNDS, 2)
-        fullest(Searches(lambda *_: early, lambda *_, plans=plans: plans, staged, True), CLUSTER, None, silent)
+        fullest(Searches(lambda *_: [early], lambda *_, plans=plans: plans, staged, True), CLUSTER, None, silent)
         assert given == expected
 
 
@@ -136,7 +143,7 @@ def test_the_gap_is_a_share_of_the_answer(found):
     """A bound of half the answer's seconds leaves half of them, as a strategy's own gap says it."""
     plain, pipeline = found
     bounded = Plans((), (Bounds(0.0, plain.cost.objective_seconds / 2),), 0)
-    searches = Searches(lambda *_: plain, lambda *_: bounded, lambda *_: pipeline)
+    searches = Searches(lambda *_: [plain], lambda *_: bounded, lambda *_: [pipeline])
     assert "(gap 50 %)" in fullest(searches, CLUSTER, None, silent).notes[-1]
 
 
@@ -147,12 +154,12 @@ def test_a_search_that_is_interrupted_has_its_best_answer(found):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    best = fullest(Searches(lambda *_: plain, lambda *_: None, interrupted), CLUSTER, None, silent, (KeyboardInterrupt,))
+    best = fullest(Searches(lambda *_: [plain], lambda *_: None, interrupted), CLUSTER, None, silent, (KeyboardInterrupt,))
     assert best.cost == plain.cost
-    first = fullest(Searches(lambda *_: plain, interrupted, None), CLUSTER, None, silent, (KeyboardInterrupt,))
+    first = fullest(Searches(lambda *_: [plain], interrupted, None), CLUSTER, None, silent, (KeyboardInterrupt,))
     assert first.cost == plain.cost
     with pytest.raises(KeyboardInterrupt):
-        fullest(Searches(lambda *_: plain, lambda *_: None, interrupted), CLUSTER, None, silent)
+        fullest(Searches(lambda *_: [plain], lambda *_: None, interrupted), CLUSTER, None, silent)
 
 
 def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
@@ -165,7 +172,7 @@ def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
 
         def timed(strategy, seconds, given=given):
             given.append(seconds)
-            return strategy
+            return [strategy]
 
         searches = Searches(lambda s: timed(whole, s), lambda *_: plans, lambda n, like, s: timed(pipeline, s))  # noqa: B023
         fullest(searches, CLUSTER, None, silent, (KeyboardInterrupt,))
@@ -185,15 +192,16 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
 
     def plan(limit):
         asked = Wanted(limit, stages=[2], microbatches=8, recomputing=[recomputing])
-        return search_plans(known[0], CLUSTER, partial(problems_on, Asked.of({}, None)), asked).ranked[0]
+        return search_plans(known[0], CLUSTER, partial(problems_on, UserPins(Asked(), known[0].graph), None), asked).ranked[0]
 
     free = plan(1e15)
     limit = 0.6 * max(free.layering.peak_bytes)
     found = plan(limit)
     assert (free.again, found.again) == (None, 0)
-    call = Call(fn, args, CLUSTER, DynamicProgramming(), dict(found.mesh.axes), Asked.of({}, None), limit, 0, 8, "1f1b", "fit", (), None,
-                silent, chosen)  # fmt: skip
-    strategy = in_stages(call, 2, known)
+    own = {"mesh": dict(found.mesh.axes), "memory_limit_bytes": limit, "microbatches": 8, "schedule": "1f1b"}
+    request = Request(cluster=CLUSTER, searcher=DynamicProgramming(), donate_argnums=0, **own)
+    call = Call(fn, args, request, silent, chosen)
+    strategy = in_stages(call, 2, known)[0]
     assert strategy.record.program.remat is not None
     assert strategy.cost.makespan_seconds == pytest.approx(found.makespan_seconds, rel=0.1)
     assert strategy.cost.peak_bytes <= limit
@@ -232,7 +240,7 @@ def test_no_plan_is_below_its_bounds(program, schedules, most):
     """Those of all stages, microbatches and schedules are searched as wholes: the bounds of computing and of objectives hold for each."""
     (fn, args), cluster = program, Cluster.parse("v5e:2x2")  # whose communication is hidden in part
     traced = traced_of(fn, args, 0, (), cluster)[0]
-    planning = Planning.of(traced, cluster, partial(problems_on, Asked.of({}, None)), Wanted(math.inf, schedules))
+    planning = Planning.of(traced, cluster, partial(problems_on, UserPins(Asked(), traced.graph), None), Wanted(math.inf, schedules))
     planning.run()
     compared = 0
     for candidate in (each for each in planning.known if each.n_microbatches <= most):
@@ -303,26 +311,14 @@ def test_a_full_search_traces_once(monkeypatch):
     assert traced_of(once, (w, x), (), (), Cluster.parse("v5e:2x2"))[1] is not known[1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("best", None, None), "'sharding' or 'full', got 'best'"),
-        (("full", 2, None), "got stages="),
-        (("full", None, {"data": 4}), "got mesh="),
-    ],
-)
-def test_what_is_refused(arguments, words):
-    """Another plan, and options that fix what is searched."""
-    with pytest.raises(autoshard.ShardingError, match=words):
-        checked_plan(*arguments)
-
-
-def test_a_schedule_needs_a_pipeline():
-    """Without stages it would say nothing."""
+def test_what_is_refused():
+    """Another plan, and a number of stages beside one that is searched; a schedule without a pipeline would say nothing."""
+    for given, words in (({"plan": "best"}, "'sharding' or 'full', got 'best'"), ({"plan": "full", "stages": 2}, "got stages=2")):
+        with pytest.raises(autoshard.ShardingError, match=words):
+            Request.of(**given)
     with pytest.raises(autoshard.ShardingError, match="got schedule='gpipe' without one"):
-        checked_schedule("gpipe", False)
-    checked_schedule("gpipe", True)
-    checked_schedule(None, False)
+        Request.of(schedule="gpipe")
+    assert Request.of(schedule="gpipe", plan="full").is_pipeline
 
 
 def test_a_decorated_step_has_a_full_plan():

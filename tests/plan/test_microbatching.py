@@ -224,8 +224,8 @@ def test_the_command_line_and_the_file(tmp_path, monkeypatch, capsys):
     for number, words in ((2, ["--microbatches", "2"]), (None, [])):
         assert main([*run, *words, "--save", str(tmp_path / "s.json")]) == 0
         assert json.loads((tmp_path / "s.json").read_text())["program"].get("microbatches") == number
-    assert main([*run, "--microbatches", "none"]) == 2
-    assert "a number from 1 up, fit or auto is expected" in capsys.readouterr().err
+    assert main([*run, "--microbatches", "few"]) == 2
+    assert "a number, 1 or more, 'fit', 'auto' or None, got 'few'" in capsys.readouterr().err
 
 
 def test_a_batch_that_is_named_is_saved(tmp_path):

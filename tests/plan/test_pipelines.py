@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -247,7 +248,7 @@ def test_the_number_of_microbatches_is_found_where_none_is_given():
 
 def test_the_best_pipeline_by_then_is_the_answer_where_the_time_is_over(monkeypatch):
     """Of several numbers of microbatches those that were searched count."""
-    module = sys.modules["autoshard.plan.pipelining"]
+    module = import_module("autoshard.plan.pipelining")
     best, calls = module._Planner.best, []
 
     def late(planner):
@@ -269,7 +270,7 @@ def test_a_time_that_is_over_leaves_first_answers():
 
 def test_stages_share_the_time_and_an_interrupt(monkeypatch):
     """Each search has its part of the time that is left; after Ctrl-C in one, the others have none."""
-    module = sys.modules["autoshard.plan.stage_searches"]
+    module = import_module("autoshard.plan.stage_searches")
     timed, searched_on_meshes, given = module.timed, module.searched_on_meshes, []
     monkeypatch.setattr(module, "timed", lambda progress, left: given.append(left) or timed(progress, left))
     options = {"cluster": "cpu:8", "stages": 4, "microbatches": 4, "mesh": {"data": 2}}
@@ -288,7 +289,7 @@ def test_stages_share_the_time_and_an_interrupt(monkeypatch):
 
 def test_the_reserve_is_given_up_last(monkeypatch):
     """What fits only with it is found, with a note."""
-    module = sys.modules["autoshard.plan.stage_searches"]
+    module = import_module("autoshard.plan.stage_searches")
     pipelined, limits = module.pipelined, []
 
     def barely(traced, cluster, asked, *rest):
@@ -305,7 +306,7 @@ def test_the_reserve_is_given_up_last(monkeypatch):
 
 def test_notes_say_which_stage_they_are_of():
     """Where not all stages have them."""
-    module = sys.modules["autoshard.plan.pipelining"]
+    module = import_module("autoshard.plan.pipelining")
     records = [SimpleNamespace(assumptions=notes) for notes in (("a", "b"), ("a",), ("a", "b"))]
     staged = SimpleNamespace(divided=SimpleNamespace(whole=()))
     plan = SimpleNamespace(staged=staged, stages=[SimpleNamespace(strategy=SimpleNamespace(record=record)) for record in records])
@@ -339,16 +340,12 @@ def test_pins_hold_on_the_stage_that_has_the_argument():
 @pytest.mark.parametrize(
     ("options", "error", "pattern"),
     [
-        ({"stages": 1}, ShardingError, "2 or more, or None for no pipeline, got 1"),
+        ({"stages": 1}, ShardingError, "stages are a number, 2 or more, or None, got 1"),
         ({"stages": 3}, ClusterError, "has no 3 of them"),
-        ({"stages": 2, "schedule": "2f2b"}, ShardingError, "a schedule is one of gpipe, 1f1b"),
+        ({"stages": 2, "schedule": "2f2b"}, ShardingError, "schedule is '1f1b', 'gpipe'"),
         ({"stages": 2, "microbatches": 3}, TraceError, "divides a batch"),
-        ({"stages": 2, "confirm": "compiler"}, ShardingError, "without confirm"),
-        ({"stages": 2, "pins": "arguments"}, ShardingError, "without pins='arguments'"),
-        ({"stages": 2, "offload": "auto"}, ShardingError, "keeps all of its arrays on its devices"),
-        ({"plan": "full", "confirm": "compiler"}, ShardingError, "Leave out confirm, or plan."),
         ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
-        ({"stages": 2, "mesh": {"data": 8}}, ClusterError, "that of each stage, on 4 of the 8 devices"),
+        ({"stages": 2, "mesh": {"data": 2}}, ClusterError, "that of each stage, on 4 of the 8 devices"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

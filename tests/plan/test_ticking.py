@@ -220,9 +220,8 @@ def unrolled(state, batch):
     "step, options, error, words",
     [
         (train_step, {"stages": 3}, ClusterError, "stages have as many devices each: cpu:8 has 8, got stages=3"),
-        (train_step, {}, ShardingError, "takes a number of stages, 2 or more.*got stages=None"),
-        (train_step, {"plan": "full"}, ShardingError, "which plan='full' does not search; got plan='full'"),
-        (train_step, {"stages": 2, "mesh": {"data": 8}}, ClusterError, "stage=2 x data=8"),
+        (train_step, {}, ShardingError, "got schedule='one_program' without one"),
+        (train_step, {"stages": 2, "mesh": {"data": 2}}, ClusterError, "with stages=2 a mesh is that of each stage, on 4 of the 8"),
         (train_step, {"stages": 2, "microbatches": 1}, ShardingError, "got microbatches=1 for 2 stages. Use 2 or more"),
         (unrolled, {"stages": 2, "microbatches": 2}, PipelineError, "has no scan"),
     ],
