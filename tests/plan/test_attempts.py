@@ -50,6 +50,9 @@ def test_the_last_resort_has_one_budget(rounds):
     """Where quick attempts find something no model is solved, and where none does all attempts and meshes share the rounds of one."""
     found = autoshard.search(step, *arguments(), memory_limit_bytes=400e3, **OPTIONS)
     assert found.cost.peak_bytes <= 400e3 and found.remat == "fit" and not rounds
+    (note,) = (each for each in found.notes if each.startswith("compared 1 to 64 microbatches with and without recomputation"))
+    (taken,) = (each for each in found.record.trail if each.outcome == "taken")
+    assert f"{taken.form} is fastest within 400 kB" in note and taken.peak_bytes == found.cost.peak_bytes
     few = Auto(last_resort=replace(LAST_RESORT, max_rounds=3))
     with pytest.raises(InfeasibleError, match="computes again what it reads: the smallest peak is"):
         autoshard.search(step, *arguments(), searcher=few, memory_limit_bytes=300e3, **OPTIONS)
