@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import numpy as np
 
 from autoshard.ir import Graph, Op
@@ -106,6 +107,8 @@ class Provenance:
         value = self._root(value)
         if value in self.written:
             found = np.asarray(self.written[value])
+            if found.dtype.kind == "V" and jnp.issubdtype(found.dtype, jnp.number):  # such as bfloat16, which NumPy does not know
+                found = found.astype(np.float32)
             first = found.reshape(-1)[:1]
             return first.item() if found.dtype.kind in "biuf" and found.size and np.all(found == first) else None
         op, _ = self.maker(value)
@@ -278,7 +281,7 @@ class Provenance:
         while op is not None and (op.primitive in _SAME or self._keeps_vector(op)):
             value = op.operands[k if op.primitive == "optimization_barrier" else 0]
             op, k = self.maker(value)
-        if op is None:
+        if op is None or self.graph.values[value].rank != 1:
             return None
         if op.primitive == "scatter-add":
             return self._scattered(op)

@@ -16,7 +16,7 @@ class Rewrite(Protocol):
     Attributes:
         kind: the name under which it is recorded.
 
-    One with the attribute ``divides``, which is true, is applied to a program's microbatches or stages.
+    One with a method ``divisible(traced)`` is applied to microbatches or stages of the program that this gives.
     """
 
     kind: ClassVar[str]
@@ -56,7 +56,8 @@ def rewritten(traced: Traced, rewrites: Sequence[Rewrite]) -> Traced:
     if traced.rewrites == tuple(rewrites):
         return traced
     for rewrite in rewrites[len(traced.rewrites) :]:
-        before = traced if traced.undivided is None and getattr(rewrite, "divides", False) else traced.undivided
+        divisible = getattr(rewrite, "divisible", None)
+        before = traced.undivided if divisible is None or traced.undivided is not None else divisible(traced)
         traced = replace(rewrite.apply(traced), rewrites=(*traced.rewrites, rewrite), undivided=before)
     return traced
 

@@ -27,6 +27,7 @@ from autoshard.recompute.block import turning_point
 from autoshard.recompute.flat import Atom, Flat, flat
 from autoshard.recompute.loops import Pair, pairs
 from autoshard.recompute.regions import jaxpr_of
+from autoshard.rewrite.grouped_kernels import with_grouped_products
 from autoshard.rewrite.options import Rewriting
 from autoshard.rewrite.packed import is_packable
 from autoshard.rewrite.region import GROUPED, regions_of
@@ -49,7 +50,10 @@ class PackedExperts:
     balance: float
     packed: tuple[tuple[int, int], ...] = ()
     kind: ClassVar[str] = "experts"
-    divides: ClassVar[bool] = True
+
+    def divisible(self, traced: Traced) -> Traced:
+        """The program whose microbatches or stages are packed: kernels are of the rows of each."""
+        return with_grouped_products(traced)
 
     def apply(self, traced: Traced) -> Traced:
         """The program on packed rows.
@@ -57,6 +61,7 @@ class PackedExperts:
         Raises:
             TraceError: it has no products that are grouped by experts.
         """
+        traced = self.divisible(traced)
         program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), self.balance)
         jaxpr = program.scope(traced.jaxpr, ())
         if jaxpr is None:
@@ -81,6 +86,7 @@ def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequenc
     """Packed rows, where the program has products by experts that can be."""
     if rewriting.balance is None:
         return ()
+    traced = with_grouped_products(traced)
     program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), rewriting.balance)
     if program.scope(traced.jaxpr, ()) is None:
         return ()

@@ -8,10 +8,10 @@ function, traced again with them, has the same kernel. A call with others, or of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,46 +26,50 @@ MOST_TRIES = 64  # of arguments that were no arrays; each traces a kernel
 _PALLAS = "jax.experimental.pallas.ops."
 
 Try = Callable[..., Any]
+_T = TypeVar("_T", bound=Try)
 
 
 def known_kernel(eqn: JaxprEqn) -> JaxprEqn:
     """A call of the library's function with its rule in place of a call of one of these kernels; another equation itself."""
-    body = eqn.params.get("jaxpr")
-    if body is None:
-        return eqn
-    debug = getattr(opened(body)[0], "debug_info", None)
-    name, _, place = str(getattr(debug, "func_src_info", "")).partition(" at ")
-    file = place.rpartition(":")[0].replace("\\", "/").removesuffix(".py").replace("/", ".")
+    name, file = source_of(eqn)
     for module, function, rule_of, tries in _KNOWN:
         if name == function and file.endswith(_PALLAS + module):
-            found = _same(eqn, tries(eqn, import_module(_PALLAS + module)))
+            found = same(eqn, tries(eqn, import_module(_PALLAS + module)), eqn.invars)
             return eqn if found is None else as_call(eqn, on_shards(found, rule_of(eqn)), eqn.invars)
     return eqn
 
 
-def _same(eqn: JaxprEqn, tries: Iterator[Try]) -> Try | None:
-    """The first function whose kernels are those of an equation."""
-    wanted, types = _kernels([eqn]), types_of(eqn.invars)
+def source_of(eqn: JaxprEqn) -> tuple[str, str]:
+    """The name of the function that an equation calls, and its file as a dotted path without the extension; empty for other equations."""
+    body = eqn.params.get("jaxpr")
+    debug = None if body is None else getattr(opened(body)[0], "debug_info", None)
+    name, _, place = str(getattr(debug, "func_src_info", "")).partition(" at ")
+    return name, place.rpartition(":")[0].replace("\\", "/").removesuffix(".py").replace("/", ".")
+
+
+def same(eqn: JaxprEqn, tries: Iterator[_T], operands: Sequence[Any]) -> _T | None:
+    """The first function that has the kernels of an equation, of such operands."""
+    wanted, types = [*map(_text, _kernels(eqn))], types_of(operands)
     for function in itertools.islice(tries, MOST_TRIES):
         try:
             traced = jax.make_jaxpr(function)(*types)
         except Exception:  # of another release, or arguments that do not go together
             continue
-        if _kernels(traced.jaxpr.eqns)[-len(wanted) :] == wanted:
+        if [_text(kernel) for each in traced.jaxpr.eqns for kernel in _kernels(each)][-len(wanted) :] == wanted:
             return function
     return None
 
 
-def _kernels(eqns: Any) -> list[tuple[Any, str]]:
-    """The grid and the body of each kernel among equations."""
-    found: list[tuple[Any, str]] = []
-    for eqn in eqns:
-        if eqn.primitive.name == "pallas_call":
-            found.append((eqn.params["grid_mapping"].grid, str(eqn.params["jaxpr"])))
-        else:
-            for inner in jaxprs_in_params(eqn.params):
-                found += _kernels(inner.eqns)
-    return found
+def _kernels(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """The kernels that an equation is or calls."""
+    if eqn.primitive.name == "pallas_call":
+        return [eqn]
+    return [kernel for inner in jaxprs_in_params(eqn.params) for each in inner.eqns for kernel in _kernels(each)]
+
+
+def _text(kernel: JaxprEqn) -> tuple[Any, str]:
+    """The grid and the body of a kernel."""
+    return kernel.params["grid_mapping"].grid, str(kernel.params["jaxpr"])
 
 
 def _written(body: Jaxpr) -> Iterator[float]:

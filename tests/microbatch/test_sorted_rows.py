@@ -136,6 +136,15 @@ def with_own_gradients(p, x):
     return jnp.einsum("tkd,tk->td", y.reshape(-1, CHOSEN, WIDTH), weights)
 
 
+def added_at_divided(p, x):
+    """Tokens are numbered by the sorted order, and rows added up at them."""
+    weights, chosen = lax.top_k(jax.nn.softmax(x @ p["router"]), CHOSEN)
+    keys = chosen.reshape(-1)
+    order = jnp.argsort(keys)
+    y = experts(p, x[order // CHOSEN], bincount(keys)) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros_like(x).at[order // CHOSEN].add(y)
+
+
 def step_of(layer, p, x):
     """A step whose loss is of one layer."""
     return train_step_of(lambda p, x: jnp.mean(layer(p, x) ** 2), p, x, optimizer=optax.sgd(0.1))
@@ -156,6 +165,7 @@ LAYERS = {
     **{back.__name__: (lambda p, x, back=back: top_2(p, x, back=back), X) for back in WAYS},
     "merged dimensions": (top_2, abstract((8, 4, WIDTH))),
     "combined by token": (combined_by_token, X),
+    "added at divided positions": (added_at_divided, X),
     "by coordinates": (by_coordinates, abstract((8, 4, WIDTH))),
     "own gradients": (with_own_gradients, X),
 }
@@ -167,6 +177,13 @@ def test_sorted_tokens_are_those_of_the_whole_batch(name):
     many = compared(*step_of(layer, mixture(), x), 4)
     inside, total = grouped_inside(many)
     assert inside == total == 5
+
+
+def test_zeros_of_bfloat16_are_zeros():
+    """The gradient of rows that are looked up is added to zeros, of whatever type."""
+    p, x = ({name: abstract(value.shape, "bfloat16") for name, value in mixture().items()}, abstract(X.shape, "bfloat16"))
+    step, args = step_of(top_2, p, x)
+    assert grouped_inside(microbatched(trace(step, *args), 4)) == (5, 5)
 
 
 @pytest.mark.parametrize("remat", [False, True])
