@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from autoshard.trace import Traced, rebuilt, subjaxprs
 from autoshard.trace.library_kernels import same, source_of
 from autoshard.trace.structure import around, as_call, opened
 
-_FILE = "megablox.gmm"
+_MODULE = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 
 
 def with_grouped_products(traced: Traced) -> Traced:
@@ -36,7 +37,7 @@ def _replaced(jaxpr: Jaxpr) -> Jaxpr:
 
 def _equation(eqn: JaxprEqn) -> JaxprEqn:
     name, file = source_of(eqn)
-    call = _call(eqn) if name in ("gmm", "tgmm") and file.endswith(_FILE) else None
+    call = _call(eqn) if name in ("gmm", "tgmm") and file.endswith(_MODULE) else None
     found = None if call is None else same(call.kernel, _tries(call, name), call.operands)
     if call is not None and found is not None:
         numbers = _numbers(name, **found.keywords)
@@ -84,16 +85,15 @@ def _read(body: Jaxpr, v: Any) -> list[int]:
 
 def _tries(call: _Call, name: str) -> Iterator[partial]:
     """The function with the arguments that a call may have had beside arrays."""
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
-
+    module = import_module(_MODULE)
     kernel, mapping = call.kernel, call.kernel.params["grid_mapping"]
     rows, inner = (d.block_size for d in mapping.block_mappings[0].block_shape)
     tiling = rows, inner, mapping.block_mappings[-1].block_shape[-1].block_size
     known = {"preferred_element_type": kernel.outvars[0].aval.dtype, "tiling": tiling, "interpret": kernel.params["interpret"]}
     if name == "tgmm":
-        yield partial(tgmm, **known)
+        yield partial(module.tgmm, **known)
     else:
-        yield from (partial(gmm, **known, transpose_rhs=transposed) for transposed in (False, True))
+        yield from (partial(module.gmm, **known, transpose_rhs=transposed) for transposed in (False, True))
 
 
 def _numbers(name: str, transpose_rhs: bool = False, **_: Any) -> lax.RaggedDotDimensionNumbers:
