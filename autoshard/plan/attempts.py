@@ -23,7 +23,6 @@ from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
 from autoshard.options import OPTIONS
-from autoshard.plan.compiled_finalists import MARGIN
 from autoshard.plan.exploring import Exploration
 from autoshard.plan.forms import Estimates, Form, forms_of
 from autoshard.plan.microbatching import AUTO, Microbatches
@@ -153,12 +152,13 @@ class Attempts:
             return list(dict.fromkeys(forms_of(numbers, some, hosted)))
 
         how = {"search": self._searched, "solution": lambda each: each[1], "estimates": self._estimates}
-        how |= {"limit": self._limit, "is_timed": self.seconds is not None, "margin": MARGIN if self.remat == "fit" else 0.0}
+        how |= {"limit": self._limit, "is_timed": self.seconds is not None, "is_again_needed": self.remat == "fit"}
 
         def explored(first: Form, forms: Callable[[], list[Form]]) -> Exploration[Found]:
-            def always() -> list[Form]:
+            def always(fits: bool) -> list[Form]:
                 more = AUTO if self.microbatches == "auto" else ()
-                return [replace(first, microbatches=each) for each in more] + [replace(first, again=each) for each in self._half_of_loops]
+                again = [] if fits and self.remat == "fit" else self._half_of_loops
+                return [replace(first, microbatches=each) for each in more] + [replace(first, again=each) for each in again]
 
             return Exploration(first, forms, **how, always=always)
 

@@ -54,8 +54,8 @@ class Exploration(Generic[Found]):
         solution: of what a search finds.
         estimates: from what a search of a form finds.
         limit: bytes that a device may hold.
-        always: makes the forms that are searched whatever they promise.
-        margin: of the first form's time, that another recomputation must gain where the first form fits.
+        always: makes the forms that are searched whatever they promise, of whether the first form fits.
+        is_again_needed: whether nothing is computed again where the first form fits.
         is_timed: whether a search ends since its share of the time is over.
         free: by form what was found without a limit.
         found: by form what was found that fits.
@@ -72,8 +72,8 @@ class Exploration(Generic[Found]):
     solution: Callable[[Found], Solution]
     estimates: Callable[[Form, Found], Estimates]
     limit: float
-    always: Callable[[], Sequence[Form]] = tuple
-    margin: float = 0.0
+    always: Callable[[bool], Sequence[Form]] = lambda fits: ()
+    is_again_needed: bool = False
     is_timed: bool = False
     free: dict[Form, Found] = field(default_factory=dict)
     found: dict[Form, Found] = field(default_factory=dict)
@@ -91,8 +91,9 @@ class Exploration(Generic[Found]):
         """
         free = self.search(self.first, False)
         is_early = bool(self.solution(free).stats.get("ended_early"))
+        always = self.always(self._fits(free))
         if self._fits(free):
-            if is_early or not self.always():
+            if is_early or not always:
                 return self._improved(free) if is_early and self.is_timed else free
             self.found[self.first] = free
         self.free[self.first] = free
@@ -100,7 +101,7 @@ class Exploration(Generic[Found]):
         failure = None
         try:
             if not is_early:
-                self._explore(forms, estimates)
+                self._explore(forms, estimates, always)
             failure = self._within_the_limit()
             if not self.found:
                 self._must(forms, estimates.within(self.refused.get(self.first, math.inf)))
@@ -113,11 +114,11 @@ class Exploration(Generic[Found]):
         return self._fastest()
 
     def _fastest(self) -> Found:
-        """The fastest that was found; where the first form fits, nothing is computed again for less than `margin`."""
-        best = min(self.found, key=lambda form: self._seconds(self.found[form]))
-        if self.first in self.found and self._seconds(self.found[best]) > (1 - self.margin) * self._seconds(self.found[self.first]):
-            best = min((form for form in self.found if form.again == self.first.again), key=lambda form: self._seconds(self.found[form]))
-        return self.found[best]
+        """The fastest that was found."""
+        forms = [*self.found]
+        if self.is_again_needed and self.first in self.found:
+            forms = [form for form in forms if form.again == self.first.again]
+        return self.found[min(forms, key=lambda form: self._seconds(self.found[form]))]
 
     def _improved(self, found: Found) -> Found:
         """The better of what was found in a part of the time, and what is found in the rest of it."""
@@ -129,9 +130,9 @@ class Exploration(Generic[Found]):
     def _fits(self, found: Found) -> bool:
         return self._peak(found) <= self.limit
 
-    def _explore(self, forms: list[Form], estimates: Estimates) -> None:
+    def _explore(self, forms: list[Form], estimates: Estimates, always: Sequence[Form]) -> None:
         """Searches the forms that are always searched and those that promise most, of whatever they hold."""
-        every, always = [self.first, *forms], [form for form in self.always() if form in forms]
+        every, always = [self.first, *forms], [form for form in always if form in forms]
         for _ in range(TRIES + len(always)):
             wanted = [form for form in always if form in forms]
             form = wanted[0] if wanted else self._next(forms, estimates, every)

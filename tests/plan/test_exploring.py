@@ -81,14 +81,14 @@ def test_the_next_larger_number_of_microbatches_is_searched_too():
 
 
 def test_half_of_what_loops_keep_is_computed_again_even_where_all_fits():
-    """What takes less time is found, if it gains more than predictions are wrong by; as little of what is asked for is enough."""
+    """What takes less time is found; but nothing is computed again where that is for what does not fit otherwise."""
     costs = Costs()
-    for seconds, margin, expected in ((8.0, 0.1, 8.0), (9.5, 0.1, 10.0), (9.5, 0.0, 9.5)):
-        exploration = costs.exploration(100.0, lambda form, _, s=seconds: (s, 60.0) if form == Form(again=HALF) else costs.free(form))
-        exploration.always, exploration.margin = lambda: [Form(again=HALF)], margin
+    for is_again_needed, expected in ((False, 9.5), (True, 10.0)):
+        exploration = costs.exploration(100.0, lambda form, _: (9.5, 60.0) if form == Form(again=HALF) else costs.free(form))
+        exploration.always, exploration.is_again_needed = lambda fits: [Form(again=HALF)] if fits else [], is_again_needed
         assert exploration.best()[0] == expected
         trail = exploration.trail(Form(again=HALF))
-        assert (trail[0].outcome, trail[0].seconds, trail[0].peak_bytes) == ("taken", seconds, 60.0)
+        assert (trail[0].outcome, trail[0].seconds, trail[0].peak_bytes) == ("taken", 9.5, 60.0)
 
 
 def test_estimates_go_through_what_was_found():
