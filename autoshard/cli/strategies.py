@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     )
     records = _chosen(patterns, options.cluster)
     if action in _WORK:
+        os.environ["AUTOSHARD_CORRECTIONS"] = "off"  # the library's figures are the same on all machines, whatever was compiled there
         return _WORK[action](records, options)
     if options.json:
         from autoshard.explanation.explain import summary
