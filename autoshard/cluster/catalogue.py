@@ -113,11 +113,7 @@ SHARES = {
     "v5p": (0.94, 1.07),
     "v6e": (0.96, 1.05),
 }
-
-
-def _shares(name: str) -> dict[str, float]:
-    low, high = SHARES.get(name, (0.0, 0.0))
-    return {"low_share": low, "high_share": high}
+UNKNOWN_SHARES = (0.0, 0.0)
 
 
 def tpu(
@@ -155,7 +151,8 @@ def tpu(
         memory_efficiency=TPU_MEMORY_EFFICIENCY.get(name, TPU_MEMORY_EFFICIENCY["v5e"]),
         clock_hertz=clock,
         host_bandwidth_bytes_per_second=HOST_BANDWIDTH.get(name, TPU_HOST_BANDWIDTH),
-        **_shares(name),
+        low_share=SHARES.get(name, UNKNOWN_SHARES)[0],
+        high_share=SHARES.get(name, UNKNOWN_SHARES)[1],
     )
 
 
@@ -338,7 +335,8 @@ def _gpu(
         kernel_efficiency=KERNEL_EFFICIENCY.get(name, 1.0),
         processors=processors,
         host_bandwidth_bytes_per_second=HOST_BANDWIDTH[name],
-        **_shares(name),
+        low_share=SHARES.get(name, UNKNOWN_SHARES)[0],
+        high_share=SHARES.get(name, UNKNOWN_SHARES)[1],
     )
 
 

@@ -215,7 +215,7 @@ def as_compiled(record: Record, board: Board) -> Record:
         exposed = max(taken.seconds - compute, 0.0)
         sent = max(cost.communication_seconds, exposed)
         cost = replace(cost, makespan_seconds=taken.seconds, compute_seconds=min(compute, taken.seconds), communication_seconds=sent,
-                       exposed_communication_seconds=exposed)  # fmt: skip
+                       exposed_communication_seconds=exposed, low_share=0.0, high_share=0.0)  # fmt: skip
     return replace(record, cost=cost)
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from autoshard.rules.avals import aval_of
 from autoshard.trace import Traced, rebuilt, subjaxprs
 from autoshard.trace.library_kernels import same, source_of
 from autoshard.trace.structure import around, as_call, opened
@@ -41,7 +42,7 @@ def _equation(eqn: JaxprEqn) -> JaxprEqn:
     found = None if call is None else same(call.kernel, _tries(call, name), call.operands)
     if call is not None and found is not None:
         numbers = _numbers(name, **found.keywords)
-        return as_call(eqn, partial(_grouped, numbers=numbers, dtype=eqn.outvars[0].aval.dtype), call.operands)
+        return as_call(eqn, partial(_grouped, numbers=numbers, dtype=aval_of(eqn.outvars[0]).dtype), call.operands)
     bodies = subjaxprs(eqn)
     return around(eqn, [_replaced(opened(body)[0]) for body in bodies]) if bodies else eqn
 
@@ -67,9 +68,9 @@ def _call(eqn: JaxprEqn) -> _Call | None:
     scalars = kernel.invars[mapping.num_dynamic_grid_bounds :]
     read = scalars[0], *scalars[mapping.num_index_operands : mapping.num_index_operands + 2]
     ends, left, right = (_read(body, v) for v in read)
-    weights = (eqn.outvars[0] if len(eqn.outvars[0].aval.shape) == 3 else read[2]).aval.shape
-    sizes = [k for k in ends if body.invars[k].aval.shape == (weights[0],)]
-    if any(len(each) != 1 for each in (left, right, sizes)) or read[0].aval.shape != (weights[0] + 1,):
+    weights = aval_of(eqn.outvars[0] if len(aval_of(eqn.outvars[0]).shape) == 3 else read[2]).shape
+    sizes = [k for k in ends if aval_of(body.invars[k]).shape == (weights[0],)]
+    if any(len(each) != 1 for each in (left, right, sizes)) or aval_of(read[0]).shape != (weights[0] + 1,):
         return None
     return _Call(kernel, (eqn.invars[left[0]], eqn.invars[right[0]], eqn.invars[sizes[0]]))
 
@@ -89,7 +90,7 @@ def _tries(call: _Call, name: str) -> Iterator[partial]:
     kernel, mapping = call.kernel, call.kernel.params["grid_mapping"]
     rows, inner = (d.block_size for d in mapping.block_mappings[0].block_shape)
     tiling = rows, inner, mapping.block_mappings[-1].block_shape[-1].block_size
-    known = {"preferred_element_type": kernel.outvars[0].aval.dtype, "tiling": tiling, "interpret": kernel.params["interpret"]}
+    known = {"preferred_element_type": aval_of(kernel.outvars[0]).dtype, "tiling": tiling, "interpret": kernel.params["interpret"]}
     if name == "tgmm":
         yield partial(module.tgmm, **known)
     else:
