@@ -15,7 +15,7 @@ from autoshard.verify import Ahead, Flops, Row, collectives_of, compare, dot_flo
 
 _FRAMED = re.compile(r'op_name="([^"]*)"([^}]*?)stack_frame_id=(\d+)')
 _HIDDEN = (str(Path(autoshard.__file__).parent), "site-packages")  # of a stack's files: what carries the user's function out
-_LOWERS = str(Path("autoshard", "api", "step.py"))  # beyond it stands who lowers the program
+_LOWERS = str(Path("autoshard", "run", "step.py"))  # beyond it stands who lowers the program
 
 
 @dataclass(frozen=True, slots=True)
