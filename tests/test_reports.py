@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 API = Path(__file__).resolve().parents[1] / "autoshard"
-REPORTS = sorted([*(API / "api" / name for name in ("explain.py", "costs.py", "verification.py", "notes.py")), *(API / "cli").glob("*.py")])
+SHOW = ("explanation/explain.py", "ask/costs.py", "ask/verification.py", "plan/notes.py")
+REPORTS = sorted([*(API / name for name in SHOW), *(API / "cli").glob("*.py")])
 WORDS = {"source", "tensor", "cause"}
 TAKE_APART = {
     *("split", "rsplit", "splitlines", "partition", "rpartition", "removeprefix", "removesuffix", "replace", "startswith", "endswith"),
