@@ -26,6 +26,7 @@ from autoshard.errors import AutoshardError, CompilerError
 from autoshard.ir import Mesh
 from autoshard.verify import Ahead, topology_of
 from autoshard.verify.aot import COMPILERS, POLL_SECONDS, read_ahead
+from benchmarks.cost_model.compiled import kept_ahead
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = {"jax": "0.10.0", "jaxlib": "0.10.0", "libtpu": "0.0.40"}
@@ -114,7 +115,7 @@ def auto_sharded(
     kept = Path(os.environ["AUTOSHARD_BENCHMARK_KEEP"]) / f"auto-{key}.json.gz"
     if kept.exists():
         record = json.loads(gzip.decompress(kept.read_bytes()))
-        found = AutoSharded(**record | {"ahead": Ahead(**record["ahead"]) if record["ahead"] else None})
+        found = AutoSharded(**record | {"ahead": kept_ahead(record["ahead"]) if record["ahead"] else None})
         if found.ahead is not None or found.limit_seconds >= limit_seconds:
             return found
     found = _compiled(python, model, sizes, mesh, cluster, limit_seconds)

@@ -102,7 +102,7 @@ def compiled_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cluster: str, cycles
     key = hashlib.sha256(f"{lowered.as_text()} {mesh!r} {cluster} {cycles}".encode()).hexdigest()[:32]
     kept = Path(os.environ["AUTOSHARD_BENCHMARK_KEEP"]) / f"{key}.json.gz"
     if kept.exists():
-        return Ahead(**json.loads(gzip.decompress(kept.read_bytes())))
+        return kept_ahead(json.loads(gzip.decompress(kept.read_bytes())))
     found = _on_cpu(lowered) if cluster.startswith("cpu") else compile_ahead(lowered, mesh, topology_of(Cluster.parse(cluster)), cycles)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_bytes(gzip.compress(json.dumps(asdict(found)).encode()))
@@ -115,3 +115,9 @@ def _on_cpu(lowered: jax.stages.Lowered) -> Ahead:
     memory = compiled.memory_analysis()
     held = float(peak_bytes_of(memory)) if memory else None
     return Ahead(compiled.as_text() or "", held, held or 0.0, None, True, 0.0)
+
+
+def kept_ahead(record: dict[str, Any]) -> Ahead:
+    """What a compiler made of a program, from JSON."""
+    return Ahead(**record | {"alive": tuple((name, nbytes) for name, nbytes in record.get("alive", ()))})
+
