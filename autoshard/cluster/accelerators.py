@@ -12,61 +12,28 @@ from autoshard.cluster.catalogue import (
     A100_EFFICIENCY,
     B200_EFFICIENCY,
     BLACKWELL_NCCL,
-    CARD_EFFICIENCY,
     GIB,
-    GPU_KERNEL_SECONDS,
-    GPU_MEMORY_EFFICIENCY,
-    GPU_TILE,
     HOPPER_EFFICIENCY,
     HOPPER_NCCL,
-    NCCL_LAUNCH_SECONDS,
-    NCCL_NETWORK_STEP_SECONDS,
     NCCL_SOURCE,
-    NCCL_STEP_SECONDS,
     SMALL_CUBES,
     Entry,
     G,
     T,
     dcn,
+    gpu,
     ici,
+    nccl_links,
     spine,
     tpu,
 )
 from autoshard.cluster.device import Device
-from autoshard.cluster.interconnect import Interconnect, Protocol
-
-
-def _accelerator(
-    name: str,
-    rates: dict[str, float],
-    vector: float,
-    memory: float,
-    bandwidth: float,
-    host: float,
-    efficiency: float,
-    processors: int,
-    source: str,
-) -> Device:
-    """A GPU, or what is planned like one; rates by dtype class."""
-    return Device(
-        name=name,
-        kind="gpu",
-        flops_per_second=tuple((dtype, rates[dtype]) for dtype in ("bf16", "fp16", "f32", "f64", "int8", "fp8")),
-        vector_flops_per_second=vector,
-        memory_bytes=memory,
-        memory_bandwidth_bytes_per_second=bandwidth,
-        kernel_overhead_seconds=GPU_KERNEL_SECONDS,
-        matrix_tile=GPU_TILE,
-        source=source,
-        matrix_efficiency=efficiency,
-        memory_efficiency=GPU_MEMORY_EFFICIENCY,
-        processors=processors,
-        host_bandwidth_bytes_per_second=host,
-    )
+from autoshard.cluster.interconnect import Protocol
 
 
 def _rates(bf16: float, f32: float, f64: float, fp8: float, int8: float | None = None) -> dict[str, float]:
-    return {"bf16": bf16, "fp16": bf16, "f32": f32, "f64": f64, "int8": fp8 if int8 is None else int8, "fp8": fp8}
+    """Rates by dtype class, as `gpu` takes them; integers of 8 bits as floats of 8 bits where nothing else is said."""
+    return {"bf16": bf16, "tf32": f32, "f64": f64, "int8": fp8 if int8 is None else int8, "fp8": fp8}
 
 
 def _entry(
@@ -86,17 +53,7 @@ def _entry(
         links, card: bandwidth of a device there and between domains.
         protocols: NCCL's; others are taken to have its plain ring and its latencies.
     """
-    wires = Interconnect(
-        kind="switch",
-        bandwidth_bytes_per_second=links,
-        latency_seconds=NCCL_STEP_SECONDS,
-        launch_seconds=NCCL_LAUNCH_SECONDS,
-        network_bandwidth_bytes_per_second=card * CARD_EFFICIENCY,
-        network_latency_seconds=NCCL_NETWORK_STEP_SECONDS,
-        copy_bandwidth_bytes_per_second=device.memory_bandwidth_bytes_per_second / 2,
-        protocols=protocols,
-        source=source,
-    )
+    wires = nccl_links(links, card, device.memory_bandwidth_bytes_per_second, protocols, source)
     return Entry(device=device, interconnect=wires, jax_kinds=kinds, beyond=spine(card), per_host=domain, tray=tray)
 
 
@@ -104,10 +61,10 @@ NVLINK_5 = 18 * 40.1 * G  # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 
 
 GB200_SOURCE = "https://www.nvidia.com/en-us/data-center/gb200-nvl72/"
 GB200 = _entry(
-    _accelerator(
+    gpu(
         "gb200",
         # NVIDIA GB200 NVL72 datasheet, of a rack of 72 with sparsity: 360 PF bf16, 180 TF32, 720 int8 and fp8; 3,240 TF float64
-        _rates(bf16=2500 * T, f32=1250 * T, f64=45 * T, fp8=5000 * T),
+        **_rates(bf16=2500 * T, f32=1250 * T, f64=45 * T, fp8=5000 * T),
         vector=90 * T,
         memory=186 * G,  # 13.4 TB a rack, 576 TB/s
         bandwidth=8000 * G,
@@ -127,11 +84,11 @@ GB200 = _entry(
 
 GB300_SOURCE = "https://www.nvidia.com/en-us/data-center/gb300-nvl72/"
 GB300 = _entry(
-    _accelerator(
+    gpu(
         "gb300",
         # NVIDIA GB300 NVL72 datasheet, of a rack of 72 with sparsity: 360 PF bf16, 180 TF32, 720 fp8; 100 TF float64. Its integer unit has
         # 330 TOPS with sparsity: int8 is widened
-        _rates(bf16=2500 * T, f32=1250 * T, f64=100 / 72 * T, fp8=5000 * T, int8=2500 * T),
+        **_rates(bf16=2500 * T, f32=1250 * T, f64=100 / 72 * T, fp8=5000 * T, int8=2500 * T),
         vector=80 * T,
         memory=279 * G,  # 20 TB a rack, 576 TB/s
         bandwidth=8000 * G,
@@ -150,10 +107,10 @@ GB300 = _entry(
 )
 
 B300 = _entry(
-    _accelerator(
+    gpu(
         "b300",
         # NVIDIA HGX B300 datasheet, of 8 with sparsity: 36 PF bf16, 18 TF32, 72 fp8; 10 TF float64; 2 POPS int8, which is widened
-        _rates(bf16=2250 * T, f32=1125 * T, f64=1.25 * T, fp8=4500 * T, int8=2250 * T),
+        **_rates(bf16=2250 * T, f32=1125 * T, f64=1.25 * T, fp8=4500 * T, int8=2250 * T),
         vector=75 * T,
         memory=270 * G,  # 2.1 TB in 8 GPUs
         bandwidth=8000 * G,
@@ -171,9 +128,9 @@ B300 = _entry(
 )
 
 H20 = _entry(
-    _accelerator(
+    gpu(
         "h20",
-        _rates(bf16=148 * T, f32=74 * T, f64=1 * T, fp8=296 * T),  # NVIDIA H20 product brief, dense: 148 bf16, 74 TF32, 296 int8 and fp8
+        **_rates(bf16=148 * T, f32=74 * T, f64=1 * T, fp8=296 * T),  # NVIDIA H20 product brief, dense: 148 bf16, 74 TF32, 296 int8 and fp8
         vector=44 * T,
         memory=96 * G,  # 96 GB, 4.0 TB/s
         bandwidth=4000 * G,
@@ -191,10 +148,10 @@ H20 = _entry(
 )
 
 L40S = _entry(
-    _accelerator(
+    gpu(
         "l40s",
         # NVIDIA L40S datasheet, dense: 362 bf16, 183 TF32, 733 int8 and fp8; float64 at a 64th of 91.6 TF float32
-        _rates(bf16=362 * T, f32=183 * T, f64=91.6 / 64 * T, fp8=733 * T),
+        **_rates(bf16=362 * T, f32=183 * T, f64=91.6 / 64 * T, fp8=733 * T),
         vector=91.6 * T,
         memory=48 * G,  # 48 GB GDDR6, 864 GB/s
         bandwidth=864 * G,
@@ -213,10 +170,10 @@ L40S = _entry(
 # The best of many shapes in bfloat16 reach 668 of 1,300 Tflop/s on MI300X (stas00/ml-engineering, as above)
 MI300X_EFFICIENCY = 668 / 1300
 MI300X = _entry(
-    _accelerator(
+    gpu(
         "mi300x",
         # AMD Instinct MI300X data sheet, dense: 1307 bf16, 654 TF32, 163.4 float64, 2615 int8 and fp8
-        _rates(bf16=1307 * T, f32=654 * T, f64=163.4 * T, fp8=2615 * T),
+        **_rates(bf16=1307 * T, f32=654 * T, f64=163.4 * T, fp8=2615 * T),
         vector=163.4 * T,
         memory=192 * G,  # 192 GB, 5.3 TB/s
         bandwidth=5300 * G,
@@ -233,10 +190,10 @@ MI300X = _entry(
 )
 
 MI355X = _entry(
-    _accelerator(
+    gpu(
         "mi355x",
         # AMD Instinct MI355X data sheet, dense: 2517 bf16, 5033 int8 and fp8, 157.3 float32 (it has no TF32), 78.6 float64
-        _rates(bf16=2517 * T, f32=157.3 * T, f64=78.6 * T, fp8=5033 * T),
+        **_rates(bf16=2517 * T, f32=157.3 * T, f64=78.6 * T, fp8=5033 * T),
         vector=157.3 * T,
         memory=288 * G,  # 288 GB, 8 TB/s
         bandwidth=8000 * G,
@@ -254,10 +211,10 @@ MI355X = _entry(
 
 ASCEND_EFFICIENCY = 0.8  # estimate
 ASCEND_910B = _entry(
-    _accelerator(
+    gpu(
         "ascend-910b",
         # Published figures differ, 313 to 376 Tflop/s of float16, as dies are binned; those of a die of 910C (below) and of Atlas 800T A2
-        _rates(bf16=376 * T, f32=94 * T, f64=1 * T, fp8=376 * T, int8=752 * T),  # float32 and float64: estimates; float8 is widened
+        **_rates(bf16=376 * T, f32=94 * T, f64=1 * T, fp8=376 * T, int8=752 * T),  # float32 and float64: estimates; float8 is widened
         vector=22 * T,  # estimate
         memory=64 * G,  # 64 GB, 1.6 TB/s
         bandwidth=1600 * G,
@@ -274,10 +231,10 @@ ASCEND_910B = _entry(
 )
 
 ASCEND_910C = _entry(
-    _accelerator(
+    gpu(
         "ascend-910c",
         # CloudMatrix384, of the two dies of a chip: 752 Tflop/s of bfloat16, 1504 int8
-        _rates(bf16=752 * T, f32=188 * T, f64=2 * T, fp8=752 * T, int8=1504 * T),  # float32 and float64: estimates; float8 is widened
+        **_rates(bf16=752 * T, f32=188 * T, f64=2 * T, fp8=752 * T, int8=1504 * T),  # float32 and float64: estimates; float8 is widened
         vector=44 * T,  # estimate
         memory=128 * G,  # 128 GB, 3.2 TB/s
         bandwidth=3200 * G,

@@ -305,7 +305,7 @@ GPU_MEMORY_EFFICIENCY = 0.9  # kernels that move over 100 MB: calculon-ai/calcul
 GPU_TILE = 64  # rows of one Hopper wgmma instruction (PTX ISA); smaller blocks leave tensor cores idle
 
 
-def _gpu(
+def gpu(
     name: str,
     bf16: float,
     tf32: float,
@@ -315,10 +315,12 @@ def _gpu(
     vector: float,
     memory: float,
     bandwidth: float,
+    host: float,
     efficiency: float,
     processors: int,
     source: str,
 ) -> Device:
+    """A GPU, or what is planned like one."""
     return Device(
         name=name,
         kind="gpu",
@@ -334,13 +336,13 @@ def _gpu(
         memory_efficiency=GPU_MEMORY_EFFICIENCY,
         kernel_efficiency=KERNEL_EFFICIENCY.get(name, 1.0),
         processors=processors,
-        host_bandwidth_bytes_per_second=HOST_BANDWIDTH[name],
+        host_bandwidth_bytes_per_second=host,
         low_share=SHARES.get(name, UNKNOWN_SHARES)[0],
         high_share=SHARES.get(name, UNKNOWN_SHARES)[1],
     )
 
 
-def _nvlink(bandwidth: float, network: float, memory: float, protocols: tuple[Protocol, ...], source: str) -> Interconnect:
+def nccl_links(bandwidth: float, network: float, memory: float, protocols: tuple[Protocol, ...], source: str) -> Interconnect:
     return Interconnect(
         kind="switch",
         bandwidth_bytes_per_second=bandwidth,
@@ -367,18 +369,18 @@ BLACKWELL_NCCL = _nccl(282 * G, 70 * G, switch=0.74)
 
 def _ampere_links(memory: float) -> Interconnect:
     """12 NVLinks of 25 GB/s, of which NCCL counts on 20 (topo.h); DGX A100 datasheet: eight 200 Gb/s HDR cards, one a GPU."""
-    return _nvlink(12 * 20 * G, 25 * G, memory, AMPERE_NCCL, f"NVIDIA A100 and DGX A100 datasheets; {NCCL_SOURCE}")
+    return nccl_links(12 * 20 * G, 25 * G, memory, AMPERE_NCCL, f"NVIDIA A100 and DGX A100 datasheets; {NCCL_SOURCE}")
 
 
 def _hopper_links(memory: float) -> Interconnect:
     """18 NVLinks of 25 GB/s, of which NCCL counts on 20.6 (topo.h); DGX H100 datasheet: eight 400 Gb/s NDR cards, one a GPU."""
-    return _nvlink(18 * 20.6 * G, 50 * G, memory, HOPPER_NCCL, f"NVIDIA H100 and DGX H100 datasheets; {NCCL_SOURCE}")
+    return nccl_links(18 * 20.6 * G, 50 * G, memory, HOPPER_NCCL, f"NVIDIA H100 and DGX H100 datasheets; {NCCL_SOURCE}")
 
 
 A100_SOURCE = "https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf"
 
 A100 = Entry(
-    device=_gpu(
+    device=gpu(
         "a100",
         bf16=312 * T,  # NVIDIA A100 datasheet, dense tensor cores: 312 bf16, 156 TF32, 19.5 float64, 624 int8
         tf32=156 * T,
@@ -388,6 +390,7 @@ A100 = Entry(
         vector=19.5 * T,  # float32 outside tensor cores
         memory=80 * G,  # A100 80GB SXM: 80 GB, 2039 GB/s
         bandwidth=2039 * G,
+        host=HOST_BANDWIDTH["a100"],
         efficiency=A100_EFFICIENCY,
         processors=108,  # streaming multiprocessors: NVIDIA A100 architecture whitepaper
         source=A100_SOURCE,
@@ -399,7 +402,7 @@ A100 = Entry(
 )
 
 A100_40G = Entry(
-    device=_gpu(
+    device=gpu(
         "a100-40g",
         bf16=312 * T,  # as the 80 GB model
         tf32=156 * T,
@@ -409,6 +412,7 @@ A100_40G = Entry(
         vector=19.5 * T,
         memory=40 * G,  # A100 40GB SXM: 40 GB, 1555 GB/s
         bandwidth=1555 * G,
+        host=HOST_BANDWIDTH["a100-40g"],
         efficiency=A100_EFFICIENCY,
         processors=108,  # streaming multiprocessors: NVIDIA A100 architecture whitepaper
         source=A100_SOURCE,
@@ -420,7 +424,7 @@ A100_40G = Entry(
 )
 
 H100 = Entry(
-    device=_gpu(
+    device=gpu(
         "h100",
         bf16=989 * T,  # NVIDIA H100 SXM datasheet, tensor cores without sparsity: 989 bf16, 495 TF32, 67 float64, 1979 int8 and fp8
         tf32=495 * T,
@@ -430,6 +434,7 @@ H100 = Entry(
         vector=67 * T,  # float32 outside tensor cores
         memory=80 * G,  # 80 GB, 3.35 TB/s
         bandwidth=3350 * G,
+        host=HOST_BANDWIDTH["h100"],
         efficiency=H100_EFFICIENCY,
         processors=132,  # streaming multiprocessors: NVIDIA H100 architecture whitepaper, SXM5
         source="https://www.nvidia.com/en-us/data-center/h100/",
@@ -441,7 +446,7 @@ H100 = Entry(
 )
 
 H200 = Entry(
-    device=_gpu(
+    device=gpu(
         "h200",
         bf16=989 * T,  # NVIDIA H200 SXM datasheet: compute as H100
         tf32=495 * T,
@@ -451,6 +456,7 @@ H200 = Entry(
         vector=67 * T,
         memory=141 * G,  # 141 GB, 4.8 TB/s
         bandwidth=4800 * G,
+        host=HOST_BANDWIDTH["h200"],
         efficiency=HOPPER_EFFICIENCY,
         processors=132,  # streaming multiprocessors: NVIDIA H100 architecture whitepaper, SXM5
         source="https://www.nvidia.com/en-us/data-center/h200/",
@@ -462,7 +468,7 @@ H200 = Entry(
 )
 
 B200 = Entry(
-    device=_gpu(
+    device=gpu(
         "b200",
         bf16=2250 * T,  # NVIDIA Blackwell datasheet, HGX B200, dense: 2.25 PF bf16, 1.1 TF32, 4.5 int8 and fp8, 37 TF float64
         tf32=1100 * T,
@@ -472,12 +478,13 @@ B200 = Entry(
         vector=75 * T,  # float32 outside tensor cores
         memory=180 * G,  # DGX B200 datasheet: 1,440 GB in 8 GPUs; 8 TB/s each
         bandwidth=8000 * G,
+        host=HOST_BANDWIDTH["b200"],
         efficiency=B200_EFFICIENCY,
         processors=148,  # streaming multiprocessors: cudaDeviceProp of B200
         source="https://www.nvidia.com/en-us/data-center/dgx-b200/",
     ),
     # 18 NVLinks of 50 GB/s, of which NCCL counts on 40.1 (topo.h); DGX B200 datasheet: eight 400 Gb/s cards
-    interconnect=_nvlink(18 * 40.1 * G, 50 * G, 8000 * G, BLACKWELL_NCCL, f"NVIDIA DGX B200 datasheet; {NCCL_SOURCE}"),
+    interconnect=nccl_links(18 * 40.1 * G, 50 * G, 8000 * G, BLACKWELL_NCCL, f"NVIDIA DGX B200 datasheet; {NCCL_SOURCE}"),
     jax_kinds=("NVIDIA B200",),
     beyond=spine(50 * G),
     per_host=8,
