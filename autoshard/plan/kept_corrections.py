@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 
 try:
@@ -36,11 +37,18 @@ def kept_corrections(cluster: Cluster) -> tuple[Corrections, tuple[str, ...]]:
     if path is None:
         return NO_CORRECTIONS, ()
     try:
-        return Corrections(_read(path)), ()
+        found = path.stat()
+        return _corrections(path, (found.st_ino, found.st_mtime_ns, found.st_size)), ()
     except FileNotFoundError:
         return NO_CORRECTIONS, ()
     except (OSError, ValueError) as error:
         return NO_CORRECTIONS, (f"corrections of kernels in {path} are left aside: {error}",)
+
+
+@lru_cache(maxsize=4)
+def _corrections(path: Path, state: tuple[int, ...]) -> Corrections:
+    """The corrections of a file in a state of it: each variant of a program asks for them, and writers replace the file as a whole."""
+    return Corrections(_read(path))
 
 
 def keep_corrections(cluster: Cluster, corrections: Corrections) -> tuple[str, ...]:
