@@ -3,7 +3,10 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint notebooks docs clean
+.PHONY: help demo test test-all lint notebooks docs clean
+
+# Else each of the processes that tests start compiles every module again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The first Python on the path that is new enough; override with `make PYTHON=/path/to/python`.
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
@@ -11,14 +14,20 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 p
 READY := .venv/.ready
 
 help:  ## List the commands
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/'
 
 demo: $(READY)  ## Find, apply and check the shardings of two train steps on 8 virtual devices
 	.venv/bin/autoshard demo
 
-test: $(READY)  ## Lint, then run the tests (a pytest -k expression in K selects some)
+PYTEST = .venv/bin/python -m pytest -n 2 $(if $(K),-k "$(K)")
+SINCE ?= HEAD~1
+
+test: $(READY)  ## Lint, then run a sample of the tests (a pytest -k expression in K selects some)
 	.venv/bin/ruff check .
-	.venv/bin/python -m pytest -n 2 $(if $(K),-k "$(K)")
+	$(PYTEST) --dist worksteal
+
+test-all: test  ## The same, then all other tests, those of what changed since SINCE first; with MINUTES=30 these end after half an hour
+	$(PYTEST) -m slow --maxschedchunk 50 --since $(SINCE) $(if $(MINUTES),--minutes $(MINUTES))
 
 lint: $(READY)  ## Lint and check types
 	.venv/bin/ruff check .

@@ -10,6 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from autoshard.version import __version__
+
 if TYPE_CHECKING:
     from autoshard import checkpoint, collectives, distributed, parameter_server, serving, testing
     from autoshard.api import (
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from autoshard.ir import Collective
     from autoshard.probe import Calibration, calibrate
     from autoshard.rewrite import Padding
+    from autoshard.run.diloco import DiLoCo
     from autoshard.search import (
         Auto,
         BruteForce,
@@ -83,6 +86,7 @@ __all__ = [
     "Confirmation",
     "Cost",
     "DataParallel",
+    "DiLoCo",
     "DynamicProgramming",
     "Frontier",
     "FullySharded",
@@ -106,6 +110,7 @@ __all__ = [
     "TraceError",
     "Verification",
     "WhatIf",
+    "__version__",
     "calibrate",
     "checkpoint",
     "collective_seconds",
@@ -141,6 +146,7 @@ _NAMES = {
     "ir": ("Collective",),
     "probe": ("Calibration", "calibrate"),
     "rewrite": ("Padding",),
+    "run.diloco": ("DiLoCo",),
     "search": (
         *("Auto", "BruteForce", "DataParallel", "DynamicProgramming", "FullySharded", "IntegerProgramming", "Manual"),
         *("RecursiveProgramming", "ShardingPropagation", "TensorParallel"),

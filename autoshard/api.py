@@ -9,7 +9,8 @@ from autoshard.ask.parallelize import Parallelized, parallelize
 from autoshard.ask.search import evaluate, search
 from autoshard.ask.strategy import Strategy, WhatIf, load
 from autoshard.ask.sweep import Sweep, SweepPoint, sweep
-from autoshard.ask.verification import Verification, verify
+from autoshard.ask.verification import verify
+from autoshard.ask.verified import Verification
 from autoshard.plan.confirm import Confirm
 from autoshard.run.step import Step
 

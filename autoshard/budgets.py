@@ -39,6 +39,7 @@ class Budgets:
         judged_ops: that changes of single decisions may judge under a memory limit: about a second.
         judged_most: assignments that they may judge, of small programs.
         judged_part: of them, after which repair that saves too little ends.
+        judged_beyond: changes with which an answer that fits is expected to be beyond the limit, and may not be.
         judged_prices: at least, of a baseline on any program.
         judged_mixtures: of two answers, of any program.
         price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
@@ -49,6 +50,7 @@ class Budgets:
         last_resort_entries, last_resort_nodes, last_resort_rounds: of integer programming where nothing else fits the limit: of all
             tables, of branch and bound in one model, and models solved. A model of so many entries takes HiGHS a second.
         counted_labels: of all kinds of variables; above it their least bytes are not computed. So many take some seconds.
+        whole_labels: of a variable, all of which are costed when some are asked for: on two axes.
         bound_entries: of tables that are made for a bound alone: 256 MiB.
         quotient_sweeps: of the quotient problem for a bound, which are cheap; some of the whole follow.
         first_sweeps: for the order of meshes: a GPT's placements on 2 x 4 devices are in the order of their optima by then.
@@ -61,9 +63,9 @@ class Budgets:
         near_peak: times the memory limit; where the smallest peak found is above it, another search of the mesh is in vain, and so is slow
             repair.
         settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops.
-        refined_tables: that a descent makes to find a mesh of more axes: a U-Net needs 700 for each time that an axis is freed, on 16,384
-            devices 18,000. So many take 10 s, and what follows from them twice as long.
-        axis_split_sweeps: over the prime axes of a mesh.
+        refined_tables: that a descent makes to find a mesh of more axes: a U-Net needs 700 for each time that an axis is freed.
+        split_axes: that the axes of a mesh are split into: primes of up to 256 devices.
+        axis_split_sweeps: over these.
         axis_split_entries: of the largest table of an elimination there.
         propagation_rounds: over the mesh axes, of sharding propagation.
         propagation_entries: of its eliminations' tables; beyond it the best-connected variables keep their labels.
@@ -97,6 +99,7 @@ class Budgets:
     judged_ops: int = 100_000
     judged_most: int = 128
     judged_part: float = 0.25
+    judged_beyond: int = 8
     judged_prices: int = 2
     judged_mixtures: int = 6
     price_dear: float = 100
@@ -109,6 +112,7 @@ class Budgets:
     last_resort_nodes: int = 200
     last_resort_rounds: int = 24
     counted_labels: int = 1 << 18
+    whole_labels: int = 1 << 8
     bound_entries: int = 1 << 25
     quotient_sweeps: int = 120
     first_sweeps: int = 2
@@ -121,6 +125,7 @@ class Budgets:
     near_peak: float = 1.1
     settled_gap: float = 1e-3
     refined_tables: int = 1 << 16
+    split_axes: int = 8
     axis_split_sweeps: int = 3
     axis_split_entries: int = 1 << 20
     propagation_rounds: int = 6

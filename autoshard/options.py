@@ -5,6 +5,7 @@ Python's entry points, the command line and `docs/options.md` are made from this
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -81,7 +82,7 @@ class Option:
         return None if text == "none" else self.checked(int(text) if text.isdecimal() else text)
 
 
-SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble", "one_program", "one_program_interleaved")
+SCHEDULES = ("auto", "1f1b", "gpipe", "interleaved", "zero_bubble", "one_program", "one_program_interleaved", "one_program_zero_bubble")
 
 OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
@@ -194,7 +195,8 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             Option("stages", "a pipeline: divide the devices into so many parts, each of which computes a stage", least=2, metavar="N"),
             Option(
                 "schedule",
-                "the order of a pipeline's tasks (1f1b, or with --full the fastest); one_program: scanned layers, in stages of one program",
+                "the order of a pipeline's tasks; auto (default): the fastest that is found, in any number of chunks; one_program: scanned "
+                "layers, in stages of one program",
                 words=SCHEDULES,
             ),
             Option(
@@ -215,9 +217,15 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
             ),
             Option(
                 "kernels",
-                "auto: plain attention becomes the fused kernel that JAX has for these devices, where that is faster; none (default): "
-                "never",
+                "auto: plain attention becomes the fused kernel that JAX has for these devices, a long sequence in a ring, "
+                "where that is faster; none (default): never",
                 words=("auto",),
+            ),
+            Option(
+                "slow_reduction",
+                "the type in which gradients and other sums of large arrays of floats cross the network between slices or pods, rounded at "
+                "random; none (default): their own",
+                words=("bfloat16", "int8"),
             ),
             Option(
                 "balance",
@@ -242,8 +250,11 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
 
 def table() -> str:
     """The table of all options, as `docs/options.md` has it."""
-    rows = [(f"`{each.name}`", f"`{each.command}`", each.domain, f"`{each.default!r}`", each.help) for each in OPTIONS.values()]
-    lines = [" | ".join(row) for row in (("Python", "command line", "values", "default", "meaning"), ("---",) * 5, *rows)]
+    of_each = (
+        (f"`{each.name}`<br>`{each.command}`", f"{each.domain}<br>default: `{each.default!r}`", re.sub(r"--[a-z-]+", r"`\g<0>`", each.help))
+        for each in OPTIONS.values()
+    )
+    lines = [" | ".join(row) for row in (("option", "values", "meaning"), ("---",) * 3, *of_each)]
     return "\n".join(f"| {line} |" for line in lines)
 
 

@@ -157,7 +157,7 @@ _ELEMENTWISE: dict[str, Primitive] = {
     **_each("convert_element_type", "elementwise", work="none", linear="carries", moves=True),
     **_each("philox2x32 philox4x32 threefry4x32", "elementwise"),
     **_each("threefry2x32", "elementwise", work="threefry", vector_operations=6.0),
-    **_each("random_clone random_fold_in random_seed", "elementwise", computed_once=True),
+    **_each("random_clone random_seed", "elementwise", computed_once=True),
 }
 
 _DATA: dict[str, Primitive] = {
@@ -232,7 +232,7 @@ _LINEAR_ALGEBRA: dict[str, Primitive] = {
 
 _CREATION: dict[str, Primitive] = {
     **_each("random_bits", "random", work="threefry", vector_operations=6.0, computed_once=True),
-    **_each("random_gamma random_split", "random", computed_once=True),
+    **_each("random_fold_in random_gamma random_split", "random", computed_once=True),
     **_each("rng_bit_generator", "random"),
     **_each("rng_uniform", "random", stateful=True),
     **_each("create_token empty iota", "creation", work="none"),
@@ -260,6 +260,7 @@ _PROGRAMS: dict[str, Primitive] = {
     **_each("dot_product_attention_bwd dot_product_attention_bwd_wrapper", "library", anchor=True),
     **_each("dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper", "library"),
     **_each("dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper", "library"),
+    **_each("ring_attention ring_attention_gradients", "library", anchor=True),  # autoshard.rules.ring
     **_each("pure_callback", "callback"),
     **_each("debug_callback debug_print io_callback", "callback", stateful=True),
 }

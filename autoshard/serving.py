@@ -18,11 +18,12 @@ from autoshard.ask.search import search as search_one
 from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.ir.rewrites import Padded
 from autoshard.plan.prepared import whole_of
 from autoshard.plan.request import Request
 from autoshard.progress import Progress, part, silent
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
-from autoshard.rewrite import Padded, from_json, padded_alike
+from autoshard.rewrite import padded_alike
 from autoshard.run.tracing import TracedOnce
 from autoshard.trace import Traced
 
@@ -86,7 +87,9 @@ class Serving(Sequence[Served]):
     """
 
     def __init__(self, rows: Sequence[Served], objective: str, cluster: str):
-        self.rows, self.objective, self.cluster = tuple(rows), objective, cluster
+        self.rows: tuple[Served, ...] = tuple(rows)
+        self.objective: str = objective
+        self.cluster: str = cluster
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -138,9 +141,9 @@ def _cells(row: Served) -> tuple[str, ...]:
 
 
 def search(
-    prefill: Callable,
-    decode: Callable,
-    make_args: Callable[[int, int], tuple[tuple, tuple]],
+    prefill: Callable[..., Any],
+    decode: Callable[..., Any],
+    make_args: Callable[[int, int], tuple[tuple[Any, ...], tuple[Any, ...]]],
     *,
     cluster: Cluster | str,
     batches: Sequence[int],
@@ -225,7 +228,7 @@ def _pair(
 
 def _padding(found: Strategy) -> Padded | None:
     """What a strategy pads."""
-    return next((each for each in from_json(found.record.program.rewrites) if isinstance(each, Padded)), None)
+    return next((each for each in found.record.program.rewrites if isinstance(each, Padded)), None)
 
 
 def _traced(function: TracedOnce, args: tuple, found: Strategy) -> Traced:

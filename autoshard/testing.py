@@ -40,7 +40,7 @@ Expected = Mapping[str | tuple[str, ...], int]
 
 
 def assert_collectives(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     expected: Expected,
     strategy: Strategy | None = None,

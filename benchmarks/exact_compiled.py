@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import autoshard
 from autoshard import Cluster
-from autoshard.ask.verification import BYTES_WITHIN, FLOPS_WITHIN
+from autoshard.ask.verified import BYTES_WITHIN, FLOPS_WITHIN
 from autoshard.errors import AutoshardError, CompilerError
 from autoshard.ir import Collective
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_flops
@@ -21,6 +21,7 @@ from benchmarks.cost_model import compiled
 from benchmarks.cost_model.compared import Compared, compared
 from benchmarks.cost_model.findings import Target, quantile
 from benchmarks.exact_programs import PROGRAMS
+from benchmarks.outside import OUTSIDE
 
 TARGETS = ("v5e:2x4", "v5p:2x2x2", "h100:8x1", "cpu:8")
 SEARCHERS = ("auto", "data_parallel", "fully_sharded", "tensor_parallel")
@@ -121,7 +122,7 @@ def measure(case: Case) -> Outcome:
     """Searches, lowers and compiles a case, and reads what the compiler made."""
     # XLA:CPU computes, sends and holds bfloat16 as float32: there the programs are of float32.
     options = {"dtype": jnp.float32} if case.target.startswith("cpu") else {}
-    function, args = PROGRAMS[case.program](**options)
+    function, args = (PROGRAMS | OUTSIDE)[case.program](**options)
     mesh = given_mesh(Cluster.parse(case.target).n_devices) if case.given else None
     found = None
     try:

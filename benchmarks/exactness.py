@@ -7,7 +7,8 @@ strategy against Shardy's explicit collectives (a minute). Links are taken to be
 given, against what XLA:TPU (v5e and v5p), XLA:GPU (H100) and XLA:CPU make of them: bytes of collectives within 3 % and FLOPs within 1 % in
 all of them, peaks within 10 % in nine of ten. What differs is printed with its collectives, that only one side has, and their source
 lines. TPUs' and GPUs' compilers run ahead of time, without a device; one that is not installed is skipped. All of it takes hours:
-``--quick`` has a dozen programs, and with ``--keep FOLDER`` a run goes on where one stopped. For the CPU a GPT train step that is sharded
+``--quick`` has a dozen programs, ``--outside`` those of kinds that no model has (`benchmarks.outside`), and with ``--keep FOLDER``
+a run goes on where one stopped. For the CPU a GPT train step that is sharded
 by hand is set next to the same as a strategy, too.
 """
 
@@ -29,6 +30,7 @@ from autoshard.errors import AutoshardError
 from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_count, format_percent
 from benchmarks import exact_compiled
 from benchmarks.exact_programs import PROGRAMS, QUICK
+from benchmarks.outside import OUTSIDE
 from benchmarks.progress import progress_bar
 
 SUMMARY = "Does a strategy do exactly the communication it says, and how many sharding constraints does that take?"
@@ -108,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--targets", **names, help=f"clusters; {', '.join(exact_compiled.TARGETS)} unless given")
     parser.add_argument("--searchers", **names, help=f"some of {', '.join(exact_compiled.SEARCHERS)}")
     parser.add_argument("--quick", action="store_true", help=f"{len(QUICK)} programs, meshes free only: minutes a target")
+    parser.add_argument("--outside", action="store_true", help=f"{len(OUTSIDE)} programs of other kinds, meshes free only")
     parser.add_argument("--keep", metavar="FOLDER", help="keep what compilers said there, and read it instead of compiling again")
     parser.add_argument("--memory", type=float, default=24.0, metavar="GB", help="address space this process may use (default 24)")
     options = parser.parse_args(argv)
@@ -140,7 +143,8 @@ def _check(parser: argparse.ArgumentParser, which: str, given: Sequence[str] | N
 
 def _compiled(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     """Compiles, prints, and tells whether every goal is reached."""
-    _check(parser, "programs", options.programs, tuple(PROGRAMS))
+    known = tuple(OUTSIDE if options.outside else PROGRAMS)
+    _check(parser, "programs", options.programs, known)
     _check(parser, "searchers", options.searchers, exact_compiled.SEARCHERS)
     try:
         lacking = {target: exact_compiled.lacking(target) for target in options.targets or exact_compiled.TARGETS}
@@ -150,8 +154,8 @@ def _compiled(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
     resource.setrlimit(resource.RLIMIT_AS, (limit := int(options.memory * 1e9), limit))
     skipped = [f"{target}, {words}" for target, words in lacking.items() if words]
     targets = [target for target, words in lacking.items() if not words]
-    programs = options.programs or (QUICK if options.quick else tuple(PROGRAMS))
-    chosen = exact_compiled.cases(targets, programs, options.searchers or exact_compiled.SEARCHERS, options.quick)
+    programs = options.programs or (QUICK if options.quick and not options.outside else known)
+    chosen = exact_compiled.cases(targets, programs, options.searchers or exact_compiled.SEARCHERS, options.quick or options.outside)
     outcomes: list[exact_compiled.Outcome] = []
     with tempfile.TemporaryDirectory() as folder, progress_bar(options.json) as progress:
         os.environ["AUTOSHARD_BENCHMARK_KEEP"] = options.keep or folder
@@ -168,7 +172,7 @@ def _compiled(parser: argparse.ArgumentParser, options: argparse.Namespace) -> i
         print(json.dumps(exact_compiled.to_json(outcomes, skipped), indent=1))
     else:
         show(exact_compiled.report(outcomes, skipped))
-        if not options.quick and not options.programs and any(target.startswith("cpu") for target in targets):
+        if not (options.quick or options.outside or options.programs) and any(target.startswith("cpu") for target in targets):
             show(hand_sharded())
     return int(not goals or any(not goal.reached for _, goal in goals))
 

@@ -5,7 +5,9 @@ users do who give no other option. Beside it are all products of 1, 2, 4 and 8 m
 `jax.checkpoint` around each layer by hand, and of the searchers ``auto`` and ``fully_sharded``. Each product is searched without a limit
 first; within one only where it would be faster than the best that fits, since a limit makes no plan faster. Shown are the step time of the
 default in shares of the best product's, and its seconds of the processor in shares of a plain search's, without a limit, microbatches or
-recomputation; tracing is part of both. ``--products FILE`` keeps the products, which take minutes for each program, for the next run.
+recomputation; tracing is part of both. A simpler plan that is equal to the fastest within the model's error is taken on purpose, and counts
+as near. ``--products FILE`` keeps each product, which take minutes for each program, for the next run; ``--microbatches``, ``--keeping``
+and ``--searchers`` take some of them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import product
@@ -25,10 +27,12 @@ from typing import Any
 
 import autoshard
 from autoshard.cli.terminal import show
+from autoshard.cluster.catalogue import PAIR_ERROR
 from autoshard.errors import AutoshardError, InfeasibleError
 from autoshard.ir.remat import Remat
+from autoshard.plan.forms import Form
 from autoshard.plan.prepared import Prepared, prepare, searched_on_meshes
-from autoshard.plan.user_pins import Asked
+from autoshard.plan.request import Request
 from autoshard.recompute import Options
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
 from autoshard.run.tracing import TracedOnce
@@ -44,6 +48,7 @@ KEEPING = ("none", "half", "full", "by hand")
 SEARCHERS = ("auto", "fully_sharded")
 UNLIMITED_BYTES = 1e15
 MOST_SHARE = 1.01  # of the best product's step time
+EQUAL = "within the model's error"  # what notes say of a plan that is taken since it is simpler
 PROGRAMS: dict[str, Callable[..., Program]] = {
     "gpt": partial(gpt, 2, batch=64),
     "gpt_scan": partial(gpt, 8, batch=64, scan=True),
@@ -57,6 +62,8 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "dlrm": partial(dlrm, rows=50_000),
 }
 WITHOUT_LAYERS = ("dlrm",)  # around which there could be checkpoints
+Asked = tuple[int, str, str]
+"""A product by its microbatches, what it keeps, and its searcher."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,12 @@ class Row:
     best_seconds: float
     best: str
     why: str = ""
+    is_equal: bool = False
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the default is as fast as the best product, or one of the plans that are equal to the fastest."""
+        return self.ratio <= (1 + PAIR_ERROR if self.is_equal else MOST_SHARE)
 
     @property
     def ratio(self) -> float:
@@ -116,14 +129,16 @@ class Steps:
         """The fastest plan without a limit."""
         return self.search(microbatches=None, remat=None, memory_limit_bytes=UNLIMITED_BYTES)
 
-    def products(self, searchers: Sequence[str] = SEARCHERS) -> Iterator[Product]:
-        """Each product that there is, without a limit."""
-        keeping = [each for each in KEEPING if each != "by hand" or self.name not in WITHOUT_LAYERS]
-        for n, kept, searcher in product(NUMBERS, keeping, searchers):
+    def products(self, asked: Iterable[Asked], known: Iterable[Product]) -> Iterator[Product]:
+        """Each product that is asked for and not known, without a limit; of infinite seconds where there is none."""
+        there = {(each.microbatches, each.keeping, each.searcher) for each in known}
+        for n, kept, searcher in asked:
+            if (n, kept, searcher) in there or (kept == "by hand" and self.name in WITHOUT_LAYERS):
+                continue
             try:
                 yield Product(n, kept, searcher, *self.searched(n, kept, searcher, math.inf))
             except AutoshardError:
-                continue
+                yield Product(n, kept, searcher, math.inf, math.inf)
 
     def searched(self, n: int, keeping: str, searcher: str, limit: float) -> tuple[float, float]:
         """The step time and the peak of a product within a limit."""
@@ -134,9 +149,9 @@ class Steps:
 
     def _prepared(self, n: int, keeping: str, searcher: str) -> Prepared:
         once = self.once[keeping == "by hand"]
-        ask = partial(prepare, once, self.arguments, self.cluster, searcher_of(searcher), None, Asked(), UNLIMITED_BYTES, 0)
-        again = None if keeping in ("none", "by hand") else _again(ask(), keeping)
-        return ask(n, again)
+        asked = Request.of(cluster=self.cluster, searcher=searcher, memory_limit_bytes=UNLIMITED_BYTES, donate_argnums=0)
+        again = None if keeping in ("none", "by hand") else _again(prepare(once, self.arguments, asked), keeping)
+        return prepare(once, self.arguments, asked, Form(n, again))
 
 
 def _again(prepared: Prepared, keeping: str) -> Remat:
@@ -170,17 +185,21 @@ def _within(steps: Steps, each: Product, limit: float) -> float:
 
 
 def rows(
-    name: str, cluster: str, shares: Sequence[float], searchers: Sequence[str], known: dict[str, list[dict[str, Any]]]
+    name: str, cluster: str, shares: Sequence[float], asked: Sequence[Asked], products: list[Product], keep: Callable[[], None]
 ) -> Iterator[Row]:
     """The rows of a program.
 
     Args:
-        known: products by program, which are added.
+        asked: the products by their options.
+        products: those that are known, to which others are added.
+        keep: is called after each of these.
     """
     steps, started = Steps(name, cluster), time.process_time()
     plain = steps.plain()
     plain_seconds = time.process_time() - started
-    products = [Product(**each) for each in known.get(name, [])] or [*steps.products(searchers)]
+    for each in steps.products(asked, products):
+        products.append(each)
+        keep()
     for share in shares:
         limit, started = share * plain.cost.peak_bytes, time.process_time()
         found, why = None, ""
@@ -190,10 +209,11 @@ def rows(
             why = str(error)
         seconds = time.process_time() - started
         best = best_within(steps, products, limit)
-        known[name] = [asdict(each) for each in products]
+        keep()
         figures = (math.inf, math.inf, "") if found is None else (found.cost.makespan_seconds, found.cost.peak_bytes, _form(found))
         others = (math.inf, "") if best is None else (best.within[f"{limit:.0f}"], best.name)
-        yield Row(name, share, limit, *figures, seconds, plain_seconds, *others, why)
+        is_equal = found is not None and any(EQUAL in note for note in found.notes)
+        yield Row(name, share, limit, *figures, seconds, plain_seconds, *others, why, is_equal)
 
 
 def _form(found: autoshard.Strategy) -> str:
@@ -219,8 +239,8 @@ def report(found: Sequence[Row], cluster: str) -> Report:
         for each in found
     ]
     times = [each.search_seconds / each.plain_seconds for each in found]
-    near = sum(each.ratio <= MOST_SHARE for each in found)
-    text = f"{near} of {len(found)} are within {MOST_SHARE - 1:.0%} of the best product."
+    near = sum(each.is_near for each in found)
+    text = f"{near} of {len(found)} are within {MOST_SHARE - 1:.0%} of the best product, or equal to it and simpler."
     if times:
         text += f" Searches take {statistics.median(times):.1f} times as long as plain ones in the median, {max(times):.1f} at most."
     return Report(f"Searches within memory limits on {cluster}", (Table(columns, tuple(cells)), Paragraph(text)))
@@ -233,18 +253,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limits", nargs="+", type=float, default=LIMITS, metavar="SHARE", help="of the plain peak")
     parser.add_argument("--cluster", default=CLUSTER)
     parser.add_argument("--searchers", nargs="+", choices=SEARCHERS, default=[*SEARCHERS], help="of the products")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=[*NUMBERS], help="of the products")
+    parser.add_argument("--keeping", nargs="+", choices=KEEPING, default=[*KEEPING], help="of the products")
     parser.add_argument("--products", type=Path, metavar="FILE", help="products that are known, to which new ones are added")
     parser.add_argument("--json", action="store_true", help="print JSON, a line for each row")
     asked = parser.parse_args(argv)
-    known = json.loads(asked.products.read_text()) if asked.products and asked.products.exists() else {}
+    options = [*product(asked.microbatches, asked.keeping, asked.searchers)]
     found: list[Row] = []
     try:
         for name in asked.programs:
-            for row in rows(name, asked.cluster, asked.limits, asked.searchers, known):
+            products = [Product(**each) for each in _known(asked.products).get(name, [])]
+            for row in rows(name, asked.cluster, asked.limits, options, products, partial(_keep, asked.products, name, products)):
                 found.append(row)
                 if asked.json:
                     print(json.dumps(asdict(row)), flush=True)
-            _keep(asked.products, known)
     except KeyboardInterrupt:
         print(f"interrupted after {len(found)} rows", file=sys.stderr)
     if not asked.json:
@@ -252,10 +274,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _keep(file: Path | None, known: Mapping[str, Any]) -> None:
+def _known(file: Path | None) -> dict[str, Any]:
+    """The products that a file has, by program."""
+    return json.loads(file.read_text()) if file is not None and file.exists() else {}
+
+
+def _keep(file: Path | None, name: str, products: Sequence[Product]) -> None:
     if file is not None:
-        before = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**before, **known}, indent=1) + "\n")
+        file.write_text(json.dumps({**_known(file), name: [asdict(each) for each in products]}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from autoshard.cli.terminal import show
 from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError
 from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
-from autoshard.verify import scheduled_seconds
+from autoshard.verify import Clock, scheduled_seconds
 from benchmarks.cost_model.compiled import compiled_ahead
 from benchmarks.models import Program
 from benchmarks.progress import progress_bar
@@ -70,7 +70,7 @@ def compare(name: str) -> Pair:
     seconds, peaks = [], []
     for plain in (False, True):
         ahead = compiled_ahead(Plan(SEARCHER, function, args, found, expert=plain).lowered(), mesh, CLUSTER, cycles=True)
-        seconds.append(scheduled_seconds(ahead.hlo, mesh, links, cluster.device.clock_hertz))
+        seconds.append(scheduled_seconds(ahead.hlo, mesh, links, Clock(cluster.device.clock_hertz)))
         peaks.append(ahead.peak_bytes or ahead.needed_bytes)
     return Pair(name, *seconds, *peaks)
 

@@ -28,8 +28,9 @@ from jax.extend.core import jaxpr_as_fun
 import autoshard
 from autoshard.cli.terminal import show
 from autoshard.errors import AutoshardError, InfeasibleError, TraceError
-from autoshard.microbatch import microbatched
+from autoshard.ir.rewrites import Microbatches
 from autoshard.render import Paragraph, Report, Table, format_bytes
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 from benchmarks.models import Program, dlrm, encoder_decoder, gpt, leaf, llama, lstm, mlp, moe, resnet, unet, vit
 from benchmarks.models.step import _train_step
@@ -193,7 +194,7 @@ def compare(name: str) -> list[Compared]:
     found = []
     for n in NUMBERS:
         try:
-            results = jax.jit(jaxpr_as_fun(microbatched(traced, n).jaxpr))(*inputs)
+            results = jax.jit(jaxpr_as_fun(applied(Microbatches(n), traced).jaxpr))(*inputs)
         except TraceError as error:
             found.append(Compared(name, n, None, str(error)))
             continue

@@ -5,7 +5,8 @@ one device. Shown are the largest difference of any result, relative to its larg
 of its schedule; the most activations and gradients of a microbatch that one stage sends; and how long the thread that starts the tasks
 works for each (its own CPU time). A row takes most of a minute of one core; ``--programs``, ``--stages`` and ``--schedules`` choose.
 
-``--bubbles`` simulates schedules of a GPT on 4 and 8 stages with the seconds of tasks and transfers that a search found for them.
+``--bubbles`` finds schedules of a GPT on 4 and 8 stages with the seconds of tasks and transfers that a search found for them, in the memory
+that 1F1B needs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ import numpy as np
 import autoshard
 from autoshard.cli.terminal import show
 from autoshard.errors import AutoshardError
-from autoshard.pipeline.schedule import SCHEDULES, has_schedule, schedule_of
-from autoshard.pipeline.simulation import PieceSeconds, simulate
+from autoshard.explanation.explain_pipeline import pieces_of, schedule_as
+from autoshard.pipeline.scheduling import NAMES, Workload, scheduled
+from autoshard.pipeline.simulation import simulate
 from autoshard.render import Paragraph, Report, Table
 from benchmarks.microbatches import SMALL, filled
 from benchmarks.models import Program, gpt
@@ -89,7 +91,7 @@ def compare(name: str, stages: int, schedule: str) -> Row:
     ran: list[list[Any]] = [[] for _ in range(stages)]
     for stage, task in step.executed:
         ran[stage].append(task)
-    in_order = tuple(map(tuple, ran)) == schedule_of(schedule, stages, n).orders
+    in_order = tuple(map(tuple, ran)) == schedule_as(found.record, found.record.pipeline).orders
     sent = _sent(step)
     placed, seconds = found.shard(*inputs), []
     for _ in range(CALLS):
@@ -114,18 +116,23 @@ def _sent(step: Any) -> tuple[int, int]:
     return most[0], most[1]
 
 
-def bubbles() -> list[tuple[int, int, float, float, float]]:
-    """Per number of stages and microbatches the idle shares of 1F1B and zero-bubble with searched costs, and their ratio."""
+def bubbles() -> list[tuple[float, ...]]:
+    """Per number of stages and microbatches the idle shares of 1F1B and of what is found in its memory, and the least ratio."""
     found = []
     for stages in BUBBLES:
         function, args = gpt(8, width=1024, heads=16, vocabulary=32_768, batch=64, length=1024)
-        strategy = autoshard.search(function, *args, cluster="v5e:2x4", stages=stages, schedule="zero_bubble", microbatches=8)
+        strategy = autoshard.search(function, *args, cluster="v5e:2x4", stages=stages, schedule="1f1b", microbatches=8)
         parts = strategy.record.pipeline.stages
-        pieces = [PieceSeconds(part.forward_seconds, part.backward_seconds, part.weights_seconds) for part in parts]
-        sends = [part.send_seconds for part in parts[:-1]], [part.send_back_seconds for part in parts[1:]]
+        pieces = pieces_of(strategy.record.pipeline)
+        room = (stages * max(part.residual_bytes for part in parts),) * stages  # what 1F1B needs at most
         for n in MICROBATCHES:
-            one, zero = (simulate(schedule_of(name, stages, n), pieces, *sends).bubble_fraction for name in ("1f1b", "zero_bubble"))
-            found.append((stages, n, one, zero, zero / one))
+            shares = []
+            for name, chunks, placement in (("1f1b", 1, "loop"), ("auto", 1, "loop"), ("auto", 2, "v"), ("auto", 4, "v")):
+                halves = tuple(each.divided(chunks) for each in pieces for _ in range(chunks))
+                sends = (max(max(part.send_seconds, part.send_back_seconds) for part in parts),) * (len(halves) - 1)
+                schedule = scheduled(Workload(stages, n, halves, placement, sends, sends, room), name).schedule
+                shares.append(simulate(schedule, halves, sends).bubble_fraction)
+            found.append((stages, n, *shares, min(shares) / shares[0]))
     return found
 
 
@@ -157,15 +164,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipelines", description=SUMMARY)
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS, help="some programs only")
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES, help="some numbers of stages only")
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="some schedules only")
-    parser.add_argument("--bubbles", action="store_true", help="simulate zero-bubble schedules with searched costs instead")
+    parser.add_argument("--schedules", nargs="+", choices=tuple(NAMES), default=tuple(NAMES), help="some schedules only")
+    parser.add_argument("--bubbles", action="store_true", help="find schedules for searched costs instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
     if options.bubbles:
         shares = [(str(s), str(n), *(f"{share:.3f}" for share in found)) for s, n, *found in bubbles()]
-        columns = (">stages", ">microbatches", ">1f1b", ">zero_bubble", ">ratio")
+        columns = (">stages", ">microbatches", ">1f1b", ">found", ">2 chunks", ">4 chunks", ">least ratio")
         print(json.dumps(shares)) if options.json else show(Report("Idle shares", (Table(columns, tuple(shares)),)))
         return 0
     cases = [
@@ -173,7 +180,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for program in options.programs
         for stages in options.stages
         for schedule in options.schedules
-        if has_schedule(schedule, stages, max(4, stages))
     ]
     rows: list[Row] = []
     with progress_bar(options.json) as progress:

@@ -38,6 +38,7 @@ from autoshard.pipeline.plans import FILL, Asked, Estimate, Plans
 from autoshard.plan.prepared import RESERVE, traced_of
 from autoshard.plan.stage_searches import problems_on
 from autoshard.plan.user_pins import Asked as Pins
+from autoshard.plan.user_pins import user_pins
 from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds
 from autoshard.trace import Traced
 from benchmarks import models
@@ -187,13 +188,14 @@ def theirs(plan: Published, traced: Traced) -> Estimate | None:
     mesh = Mesh(tuple(plan.mesh.items()))
     specs = dict(plan.pins or {}) | {"batch*": P("data")}
     asked = Asked(_limit(plan), (plan.schedule,), [plan.stages], plan.microbatches)
-    problems = partial(problems_on, Pins.of(specs, None), mesh=mesh)
+    problems = partial(problems_on, user_pins(Pins.of(specs, None), traced.graph, [], False), mesh)
     return next(iter(_found(search_plans(traced, plan.cluster, problems, asked)).ranked), None)
 
 
 def ours(plan: Published, traced: Traced) -> Plans:
     """What the search of all plans finds."""
-    return _found(search_plans(traced, plan.cluster, partial(problems_on, Pins.of({}, None)), Asked(_limit(plan), tuple(FILL))))
+    problems = partial(problems_on, user_pins(Pins.of({}, None), traced.graph, [], True), None)
+    return _found(search_plans(traced, plan.cluster, problems, Asked(_limit(plan), tuple(FILL))))
 
 
 def _limit(plan: Published) -> float:

@@ -53,7 +53,7 @@ from autoshard.ir import Mesh
 from autoshard.lower import abstract_mesh
 from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_seconds
 from autoshard.run.step import Step
-from autoshard.verify import Ahead, scheduled_seconds
+from autoshard.verify import Ahead, Clock, scheduled_seconds
 from autoshard.verify.aot import COMPILERS
 from benchmarks import models, results, xla_auto
 from benchmarks.cost_model.compiled import compiled_ahead
@@ -296,7 +296,7 @@ class _Comparison:
     def _compiled(self, ahead: Ahead, mesh: Mesh) -> dict[str, Any]:
         if not ahead.fits:
             return {"needed_bytes": ahead.needed_bytes, "failure": "does not fit"}
-        seconds = scheduled_seconds(ahead.hlo, mesh, Communication(self.cluster.links(mesh)), self.cluster.device.clock_hertz)
+        seconds = scheduled_seconds(ahead.hlo, mesh, Communication(self.cluster.links(mesh)), Clock(self.cluster.device.clock_hertz))
         return {"scheduled_seconds": seconds, "peak_bytes": ahead.peak_bytes, "needed_bytes": ahead.needed_bytes}
 
     def _row(self, plan: str, mesh: str, versions: str = "", **known: Any) -> Row:

@@ -31,8 +31,10 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.errors import InfeasibleError
 from autoshard.ir import Mesh
-from autoshard.recompute import Options, rematerialised
+from autoshard.ir.rewrites import Recompute
+from autoshard.recompute import Options
 from autoshard.render import Report, Table, format_bytes, format_seconds
+from autoshard.rewrite import applied, rewritten
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace
 from autoshard.verify import compile_ahead, topology_of
@@ -99,7 +101,7 @@ def compared(name: str, chip: str, cycles: bool) -> Iterator[Compiled]:
     yield (kept := compiled("none", plain))
     yield (hand := compiled("by hand", by_hand))
     full = _options(plain, cluster).full
-    yield Compiled(name, "full", refused="nothing to compute again") if full is None else compiled("full", rematerialised(plain, full))
+    yield Compiled(name, "full", refused="nothing to compute again") if full is None else compiled("full", applied(Recompute(full), plain))
     limit = kept.peak_bytes / PLAIN_SHARE if name in WIDE else (kept.peak_bytes + hand.peak_bytes) / 2
     asked = {"cluster": cluster, "mesh": {"data": 1}, "donate_argnums": 0, "microbatches": None, "remat": "auto"}
     try:
@@ -107,7 +109,7 @@ def compared(name: str, chip: str, cycles: bool) -> Iterator[Compiled]:
     except InfeasibleError as error:
         yield Compiled(name, "auto", limit_bytes=limit, refused=str(error))
         return
-    auto = compiled("auto", rematerialised(plain, found.record.program.remat))
+    auto = compiled("auto", rewritten(plain, Recompute.of(found.record.program.remat)))
     yield Compiled(name, "auto", auto.peak_bytes, auto.flops, auto.cycles, limit, found.cost.peak_bytes)
 
 
@@ -157,7 +159,7 @@ def _choices(make: Callable[..., Program], cluster: Cluster, cycles: bool) -> It
     yield compiled("none", plain)
     yield compiled("by hand", by_hand)
     for number, remat in enumerate(_options(plain, cluster).all):
-        yield compiled(f"choice {number}", rematerialised(plain, remat))
+        yield compiled(f"choice {number}", applied(Recompute(remat), plain))
 
 
 def _show_offload(make: Callable[..., Program], cluster: Cluster) -> None:

@@ -23,6 +23,7 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
+from autoshard.plan.forms import Form
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.user_pins import Asked as Pins
 from autoshard.plan.user_pins import user_pins
@@ -72,7 +73,7 @@ def on_slices(run: Run, n: int) -> float:
     one = run.cluster
     cluster = run.of(Cluster.parse(f"{n}*{one.name}"))
     shape = {"slice": n, **_mesh(run, one)} if n > 1 else _mesh(run, one)
-    traced = traced_of(*_program(run), 0, (), cluster, run.microbatches)[0]
+    traced = traced_of(*_program(run), 0, (), cluster, Form(run.microbatches))[0]
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(cluster))
     specs = _slice_specs(run, one.n_devices // run.tensor) | ({"batch*": P(("slice", "data"))} if n > 1 else {})
     mesh = Mesh.of(shape)

@@ -106,7 +106,8 @@ class Sample:
     """What a case took.
 
     Attributes:
-        trace, search, solve: seconds, those of the searcher itself on the mesh that is best; cpu: of the processor, in the first two.
+        trace, search, solve: seconds, those of the searcher itself on the mesh that is best; cpu: of the processor, in the first
+            two, without what copies of the process compute.
         gap: of the answer.
         nbytes: of the process at its peak.
         n_ops, mesh: of the program, and of the answer.

@@ -15,6 +15,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # of the reference models
 
 EXAMPLE = "gpt_2_v5e_4x4_auto"
+GALLERY = {
+    "gpt_2_v5e_4x4_auto": ("GPT-2", "16 TPU v5e"),
+    "llama_3_70b_v5p_4x4x4_auto": ("Llama-3 70B", "64 TPU v5p"),
+    "mixtral_8x7b_h100_8x8_auto": ("Mixtral 8x7B", "64 H100"),
+    "resnet_50_h100_8x1_auto": ("ResNet-50", "8 H100"),
+    "dlrm_criteo_h100_8x1_auto": ("DLRM", "8 H100"),
+    "pipeline": ("a GPT of 4 layers, a pipeline of 4 stages", "16 TPU v5e"),
+}
 PICTURES = {f"report_{width}_{scheme}.png": (width, scheme) for width, scheme in product((1440, 375), ("light", "dark"))}
 PLACE = "<!-- Pictures of the report, where the build has a browser. -->"
 
@@ -58,19 +66,32 @@ def setup(app: Sphinx) -> None:
     app.add_html_math_renderer("mathml", inline_renderers=(_inline, None), block_renderers=(_block, None))
     shutil.copytree(ROOT / "notebooks", ROOT / "docs" / "notebooks", dirs_exist_ok=True, ignore=lambda *_: [".ipynb_checkpoints"])
     extra = ROOT / "docs" / "_extra"
-    _write_example(extra)
+    _write_reports(extra)
     _photograph(extra)
     app.connect("source-read", _with_pictures)
 
 
-def _write_example(folder: Path) -> None:
-    """Writes a report on a strategy of the library with its program."""
+def _write_reports(folder: Path) -> None:
+    """Writes the reports of the gallery, which show what a strategy's file holds, and all of the one that is pictured."""
     import autoshard
     from benchmarks.models import published
 
     folder.mkdir(exist_ok=True)
-    strategy = autoshard.load(ROOT / "strategies" / f"{EXAMPLE}.json")
-    strategy.with_program(published.gpt_2.step, *published.gpt_2.arguments).report().save_html(folder / "example_report.html")
+    for name in GALLERY:
+        strategy = _pipeline() if name == "pipeline" else autoshard.load(ROOT / "strategies" / f"{name}.json")
+        if name == EXAMPLE and not strategy.record.report:
+            strategy = strategy.with_program(published.gpt_2.step, *published.gpt_2.arguments)
+        strategy.report().save_html(folder / f"report_{name}.html")
+    shutil.copy(folder / f"report_{EXAMPLE}.html", folder / "example_report.html")
+
+
+def _pipeline():
+    """A strategy in stages, which is searched here."""
+    import autoshard
+    from benchmarks import models
+
+    step, arguments = models.gpt(layers=4, width=1024, batch=32)
+    return autoshard.search(step, *arguments, cluster="v5e:4x4", stages=4, microbatches=8, donate_argnums=0, mesh={"data": 4})
 
 
 def _photograph(folder: Path) -> None:
@@ -99,6 +120,8 @@ def _with_pictures(app: Sphinx, docname: str, source: list[str]) -> None:
     """Puts the pictures, if there are any, into the page that has a place for them."""
     shown = [name for name in PICTURES if (ROOT / "docs" / "_extra" / name).exists()]
     images = [f'<img src="{name}" alt="{_described(name)}" style="max-height: 24rem">' for name in shown]
+    rows = [f'| <a href="report_{name}.html">{model}</a> | {devices} |' for name, (model, devices) in GALLERY.items()]
+    source[0] = source[0].replace("GALLERY\n", "\n".join(["| program | devices |", "|---|---|", *rows, ""]))
     source[0] = source[0].replace(PLACE, f'<a href="example_report.html">{" ".join(images)}</a>' if images else "")
 
 

@@ -13,10 +13,13 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
+from autoshard.ir.pieces import part_of
 from autoshard.judge.model import CostModel
 from autoshard.lower import stage_meshes
-from autoshard.pipeline import Pipelined, Staged, StagePlan, stages_of
-from autoshard.pipeline.schedule import schedule_of
+from autoshard.pipeline.programs import StagePlan
+from autoshard.pipeline.run import Pipelined
+from autoshard.pipeline.scheduling import schedule_of
+from autoshard.pipeline.stages import Staged, stages_of
 from autoshard.problem import Problem
 from autoshard.rules import rules_of
 from autoshard.search import searcher_of, solve
@@ -25,7 +28,7 @@ from tests.programs import concrete
 from tests.random_assignments import random_assignment
 
 
-def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int) -> list[StagePlan]:
+def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int, placement: str = "loop") -> list[StagePlan]:
     """A plan for each piece, by a searcher, or with random assignments from a seed."""
     cluster = Cluster.of(f"cpu:{mesh.size}")
     model, meshes, plans = CostModel(cluster, mesh), stage_meshes([mesh] * n_stages), []
@@ -37,18 +40,21 @@ def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int) -> 
         else:
             problem = Problem(program_facts(graph, rules, compiler_of(cluster)), model)
             assignment = solve(searcher_of(searcher), problem).assignment
-        plans.append(StagePlan(assignment, meshes[k % n_stages], model.reshard_paths(graph.values)))
+        plans.append(StagePlan(assignment, meshes[part_of(k, n_stages, placement)], model.reshard_paths(graph.values)))
     return plans
 
 
 def pipelined(
     fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1, demotes=False, donated=()
 ) -> Pipelined:
-    """A step as a pipeline; each stage has as many of the eight devices. ``demotes`` is of its plans, ``donated`` of the trace."""
-    mesh = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh)
+    """A step as a pipeline; each stage has as many of the eight devices, and chunks of ``"auto"`` are in a V.
+
+    ``demotes`` is of its plans, ``donated`` of the trace.
+    """
+    mesh, placement = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh), "v" if schedule == "auto" else "loop"
     staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches, rows=None if n_chunks == 1 else ())
-    plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher)]
-    return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks))
+    plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
+    return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks, placement))
 
 
 def is_key(x) -> bool:

@@ -24,8 +24,11 @@ def abstract(shape, dtype=F32):
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
 
-def concrete(args, seed: int = 0, below: int = 16):
-    """Real arrays of the same structure: floats from N(0, 0.1), counts as zeros, other integers in [0, below), keys from the seed."""
+def concrete(args, seed: int = 0, below: int = 16, scale: float = 0.1):
+    """Real arrays of the same structure: floats from N(0, scale), counts as zeros, other integers in [0, below), keys from the seed.
+
+    NumPy makes them: `jax.random.normal` is compiled anew for each shape, which takes longer than most tests.
+    """
     generator = np.random.default_rng(seed)
 
     def make(leaf):
@@ -35,7 +38,7 @@ def concrete(args, seed: int = 0, below: int = 16):
             return jnp.asarray(generator.random(leaf.shape) < 0.5)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
             return jnp.zeros((), leaf.dtype) if not leaf.shape else jnp.asarray(generator.integers(0, below, leaf.shape), leaf.dtype)
-        return jnp.asarray(generator.normal(0, 0.1, leaf.shape), leaf.dtype)
+        return jnp.asarray(generator.normal(0, scale, leaf.shape), leaf.dtype)
 
     def make_state(path, leaf):
         second_moment = any(getattr(key, "name", None) == "nu" for key in path)  # AdamW takes its square root

@@ -11,6 +11,9 @@ from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Split, layout_to_spec
 from autoshard.ir.attribution import REASONS, ROLES, VALUES
 from autoshard.ir.collective import KINDS
+from autoshard.ir.remat import Kept, LoopKept, Remat
+from autoshard.ir.rewrites import FusedAttention, Microbatches, Offload, OneProgram, PackedExperts, Padded, PaddedDim, Recompute
+from autoshard.rewrite.ring_attention import IMPLEMENTATIONS
 from autoshard.strategy import (
     Confirmation,
     Finalist,
@@ -134,6 +137,29 @@ def reasons(draw, mesh: Mesh, n_axes: int):
     return kind and Reason(kind, **{name: draw(parts[name]) for name in REASONS[kind]})
 
 
+number = st.integers(0, 40)
+pairs = st.lists(st.tuples(st.integers(-1, 40), number), max_size=3).map(tuple)
+kept = st.builds(Kept, number, st.lists(number, max_size=3).map(tuple), pairs, pairs)
+loops = st.lists(st.builds(LoopKept, number, number, kept), max_size=2).map(tuple)
+remats = st.builds(Remat, names, st.just(()) | st.tuples(number, st.just(0)), kept, loops, *[seconds] * 4, st.booleans())
+extents = st.lists(number.map(lambda n: (n + 1, n + 3)), min_size=1, max_size=2).map(tuple)
+several = st.integers(2, 64)
+each_kind = (
+    st.builds(FusedAttention, st.sampled_from(sorted(IMPLEMENTATIONS)), st.lists(names, max_size=2).map(tuple), st.booleans(), several),
+    st.builds(PackedExperts, seconds, st.lists(st.tuples(several, several), max_size=2).map(tuple)),
+    st.builds(
+        Padded,
+        st.lists(st.builds(PaddedDim, number, number, extents, names, several, seconds), max_size=2).map(tuple),
+        st.lists(st.tuples(number, number, extents), max_size=2).map(tuple),
+    ),
+    st.builds(Recompute, remats),
+    st.builds(Microbatches, several)
+    | st.builds(lambda n, each, *how: OneProgram(n, n * each, *how), several, several, several, st.booleans()),
+    st.builds(Offload, st.lists(number, min_size=1, max_size=3).map(tuple)),
+)
+rewrites = st.tuples(*(st.none() | each for each in each_kind)).map(lambda found: tuple(each for each in found if each is not None))
+
+
 @st.composite
 def records(draw):
     """Any legal record of a small program."""
@@ -160,7 +186,7 @@ def records(draw):
     collective = collective.flatmap(lambda one: reasons(mesh, len(one.mesh_axes)).map(lambda reason: replace(one, reason=reason)))
     return Record(
         name=draw(names),
-        program=Program(draw(names), draw(names), n_ops=20, n_values=30),
+        program=Program(draw(names), draw(names), 20, 30, draw(rewrites), tuple(draw(st.lists(names, max_size=2)))),
         cluster=EXAMPLE.cluster,
         mesh=mesh,
         arguments=arguments,

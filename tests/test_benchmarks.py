@@ -25,6 +25,7 @@ def test_exponents_are_those_of_power_laws(power, monkeypatch):
     assert exponent(sizes, [3e-4 * n**power for n in sizes]) == pytest.approx(power)
 
 
+@pytest.mark.slow
 def test_search_benchmark_runs():
     """One small case prints its seconds, its gap and its memory as JSON."""
     command = [sys.executable, "-m", "benchmarks.search", "--cases", "gpt_2", "--json"]
@@ -34,6 +35,7 @@ def test_search_benchmark_runs():
     assert 0.0 <= sample["gap"] <= 0.005 and sample["mesh"] == {"data": 2, "model": 4} and found["agreed"] is None
 
 
+@pytest.mark.slow
 def test_calls_benchmark_runs():
     """Calls of a step and of its jitted function are timed, applied and decorated; what the step adds is less than a call."""
     command = [sys.executable, "-m", "benchmarks.calls", "calls", "--leaves", "5", "--rounds", "3", "--json"]
@@ -42,6 +44,7 @@ def test_calls_benchmark_runs():
     assert all(each["jitted"]["median"] > 0 and each["step"]["median"] > 0 for each in found["calls"]) and found["llama"] is None
 
 
+@pytest.mark.slow
 def test_microbatches_benchmark_runs():
     """A step that agrees in 2, 4 and 8 microbatches, and one that is refused with its line, as JSON."""
     command = [sys.executable, "-m", "benchmarks.microbatches", "--programs", "mlp", "graph_network", "--json"]
@@ -51,6 +54,7 @@ def test_microbatches_benchmark_runs():
     assert all(each["difference"] is None and "other_models.py:55" in each["refused"] for each in found[3:])
 
 
+@pytest.mark.slow
 def test_one_device_is_measured_beside_its_prediction(monkeypatch, tmp_path):
     """A step runs on this machine's device with the losses of the plain one, and what was measured is predicted again."""
     monkeypatch.syspath_prepend(ROOT)
@@ -133,6 +137,7 @@ def test_deep_benchmark_ends_long_searches_and_keeps_rows(monkeypatch, tmp_path)
     assert [*deep.recorded().values()] == [found, replace(ended, times=1.5)]
 
 
+@pytest.mark.slow
 def test_one_program_benchmark_compiles_what_it_finds(monkeypatch):
     """Of a small model: collectives and FLOPs are the predicted ones, and the table says what differs where they are not."""
     monkeypatch.syspath_prepend(ROOT)
@@ -148,6 +153,7 @@ def test_one_program_benchmark_compiles_what_it_finds(monkeypatch):
     assert "another" in str(one_program.report([other]))
 
 
+@pytest.mark.slow
 def test_harness_benchmark_runs():
     """A group JAX can run and one it cannot run all of: every case has an outcome, and none failed."""
     command = [sys.executable, "-m", "benchmarks.harnesses", "--quick", "--groups", "neg,lu", "--random", "1", "--processes", "1", "--json"]
@@ -157,6 +163,7 @@ def test_harness_benchmark_runs():
     assert all(outcome["sharded"] == ["search", "random"] for outcome in outcomes if outcome["group"] == "neg")
 
 
+@pytest.mark.slow
 def test_rules_benchmark_runs():
     """One group prints its share, and the differences with their reasons, as JSON."""
     command = [sys.executable, "-m", "benchmarks.rules", "--groups", "igamma", "--json"]
@@ -166,6 +173,7 @@ def test_rules_benchmark_runs():
     assert found["differences"] and all(difference["reasons"] for difference in found["differences"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")
 def test_cost_model_benchmark_says_what_it_lacks():
     """A section that needs the TPU compiler says what to install, and the exit code tells."""
@@ -190,6 +198,7 @@ def test_quality_benchmark_compares_what_is_predicted():
     assert len(found["goals"]) == 4 and all(goal["reached"] for goal in found["goals"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is not None, reason="the TPU compiler is installed")
 @pytest.mark.parametrize(
     "command", [["quality", "--models", "mlp", "--clusters", "v5e:2x4"], ["lowering", "--programs", "mlp"]], ids=" ".join
@@ -221,6 +230,7 @@ def test_sharding_experts_state_takes_the_largest_dimension_that_is_left(monkeyp
 LARGE = ("gpt_untied", "gpt_scan_remat", "llama", "t5", "vit", "resnet", "unet")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["gpt", "moe_scan", "dlrm", "lstm", *[pytest.param(name, marks=pytest.mark.slow) for name in LARGE]])
 def test_benchmark_models_and_their_tensor_parallelism_fit(name, monkeypatch):
     """Every model traces abstractly, and its hand-written specs name leaves it has, in sizes that divide."""
@@ -233,6 +243,7 @@ def test_benchmark_models_and_their_tensor_parallelism_fit(name, monkeypatch):
     assert found.cost.peak_bytes > 1e9 and found.cost.flops > 5e10
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["gpt", "gpt_scan", "llama_scan", "moe", "t5", "vit", "mlp", "dlrm", "unet", "lstm"])
 def test_benchmark_models_are_of_mixed_precision(name, monkeypatch):
     """Parameters, optimizer state and the loss are float32, and every product is of bfloat16, whose gradients come back as float32."""
@@ -287,5 +298,11 @@ def test_budgets_are_read_and_replaced_in_a_context_alone(monkeypatch):
     with budgets.replaced(places, 1.0):
         assert batch.LEAST_SHARE == plan.LEAST_SHARE == 1.0
     assert share == batch.LEAST_SHARE and budgets.scaled(3, 0.5) == 2 and budgets.scaled(1, 0.5) == 1
+    tried: list[str] = []
+    known = {"one": budgets.Found(1.0, 1.0), "two": budgets.Found(1.0, 1.0)}
+    monkeypatch.setattr(budgets, "searched", lambda search: budgets.Found(search(), 1.0))
+    searches = {"one": lambda: tried.append("one") or 1.0 + (BUDGETS.least_gain == 2 * usual), "two": lambda: tried.append("two") or 1.0}
+    found = budgets.effect("least_gain", [(BUDGETS, "least_gain")], usual, searches, known)
+    assert found.shows and (found.programs, found.steps, tried) == (("one",), (1.0, 2.0), ["one", "one"])
     shown = budgets.Effect("some", 1.0, ("gpt",), (1.0, 1.0), (1.1, 0.4))
     assert shown.shows and not budgets.Effect("none", 1.0, ("gpt",), (1.0, 1.0), (1.1, 0.9)).shows

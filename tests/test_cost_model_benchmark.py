@@ -9,6 +9,7 @@ from schedules import schedule
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_published_runs_are_read_and_predicted(tmp_path, monkeypatch):
     """A run of the table's form is predicted; twice the stages or the micro-batches' number takes longer, fewer layers less."""
     monkeypatch.syspath_prepend(ROOT)
@@ -22,6 +23,7 @@ def test_published_runs_are_read_and_predicted(tmp_path, monkeypatch):
     assert 0 < shorter < one < longer
 
 
+@pytest.mark.slow
 def test_a_ranking_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monkeypatch):
     """Nothing that was compiled is compiled again, progress never goes back, and every strategy gets its rank."""
     monkeypatch.syspath_prepend(ROOT)
@@ -50,6 +52,7 @@ def test_a_ranking_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monke
     assert len(asked) == 1 + len(list(tmp_path.iterdir())), "the interrupted one was asked for again, the others were not"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("section", ["memory", "gpu"])
 def test_peaks_are_held_against_the_compilers(section, monkeypatch):
     """Of large programs each section says how far the median, nine in ten and the lowest are off; here the compiler is ours."""

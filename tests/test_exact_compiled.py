@@ -143,6 +143,7 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
     assert exact_compiled.lacking("cpu:8") == ""
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs():
     """One program under one searcher, compiled by XLA:CPU, prints what was predicted and compiled as JSON."""
     command = [sys.executable, "-m", "benchmarks.exactness", "--compile", "--json", "--programs", "mlp", "--searchers", "data_parallel"]
@@ -153,6 +154,7 @@ def test_the_benchmark_runs():
     assert done.returncode == int(any(not goal["reached"] for goal in found["goals"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value"), [("--programs", "nothing"), ("--searchers", "nobody"), ("--targets", "v5e:three")])
 def test_unknown_names_are_refused(option, value):
     """An unknown program, searcher or cluster ends the run before anything is compiled, and names the known ones."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 from fuzz import P, b1, check, f32, halved, i32
 from jax import lax
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_constraint_may_differ_from_the_pin_of_what_it_constrains():

@@ -152,6 +152,7 @@ def gradients(check_vma: bool) -> dict[str, Any]:
     return all_of_them(shards(SOME.devices).astype(np.float32))
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("group", range(len(GROUPS)), ids=lambda group: str(GROUPS[group]))
 @pytest.mark.parametrize("name", CASES)
 def test_each_device_has_its_part_of_what_numpy_computes(name, group):
@@ -160,6 +161,7 @@ def test_each_device_has_its_part_of_what_numpy_computes(name, group):
     np.testing.assert_allclose(values(group)[name], GROUPS[group].computed(CASES[name][1], x), rtol=1e-5)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("name", CASES)
 def test_a_gradient_is_the_plain_function_s(name, check_vma):
@@ -209,6 +211,7 @@ def test_a_gradient_inside_shard_map_is_each_device_s_own_or_the_whole_s():
         np.testing.assert_allclose(on_line(inside, x, check_vma=False), 8 * expected)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("op", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [np.bool_, np.int32, jnp.bfloat16])
 def test_types_are_those_of_jax_numpy(op, dtype):

@@ -8,7 +8,6 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-SLOW = ("scaling", "searchers", "serving")  # they search for ten seconds and more: python -m pytest -m slow tests/test_notebooks.py
 
 
 def test_there_are_notebooks():
@@ -16,10 +15,8 @@ def test_there_are_notebooks():
     assert {"quickstart", "cost_model", "scaling", "serving"} <= {notebook.stem for notebook in NOTEBOOKS}
 
 
-RUNS = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem) for path in NOTEBOOKS]
-
-
-@pytest.mark.parametrize("path", RUNS)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
     """A fresh kernel executes all cells; the reports and pictures come out."""
     monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")

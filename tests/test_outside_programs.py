@@ -138,6 +138,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("searcher", SEARCHERS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_outside_programs_are_equal_and_do_what_is_predicted(name, searcher):

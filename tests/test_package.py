@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+import pytest
+
+import autoshard
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,5 +39,23 @@ def test_the_wheel_holds_the_package_and_the_strategies(tmp_path):
     }
     report = (ROOT / "autoshard" / "report").rglob("*")
     page = {f"autoshard/{file.relative_to(ROOT / 'autoshard').as_posix()}" for file in report if file.parent.name in ("assets", "vendor")}
-    assert page and held == sources | page | strategies | {"autoshard/py.typed"}
+    schemas = {f"autoshard/cli/schemas/{file.name}" for file in (ROOT / "autoshard" / "cli" / "schemas").glob("*.json")}
+    assert page and schemas and held == sources | page | schemas | strategies | {"autoshard/py.typed"}
+    assert wheel.name == f"autoshard-{autoshard.__version__}-py3-none-any.whl"
     assert "licenses/LICENSE" in info
+
+
+def test_the_changelog_has_this_version_in_short():
+    """Its newest section but [Unreleased] is of the package's version, and each says what users notice, in less than 6 kB."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    released = [part for part in text.split("\n## ")[1:] if not part.startswith("[Unreleased]")]
+    assert released[0].startswith(f"[{autoshard.__version__}]")
+    assert all(len(part.encode()) < 6000 for part in released)
+
+
+def test_a_tag_is_of_this_version():
+    """Where the commit is tagged, as a release is, the tag is the version's."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    done = subprocess.run(["git", "tag", "--points-at", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert {*done.stdout.split()} <= {f"v{autoshard.__version__}"}

@@ -24,6 +24,7 @@ PARAMETERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_models_have_their_published_numbers_of_parameters(name):
     """Within 3 %."""

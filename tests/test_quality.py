@@ -142,6 +142,7 @@ def test_the_process_with_auto_sharding_needs_nothing_of_autoshard():
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_be_made_is_named_and_gone_without(tmp_path, monkeypatch, capsys):
     """The message has the packages and the option; the benchmark goes on."""
     monkeypatch.setattr(xla_auto, "VERSIONS", {"jax": "0.0.0.no.such.release"})

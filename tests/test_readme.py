@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -12,12 +13,13 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_python_of_the_readme_runs(tmp_path):
-    """Its blocks, one after the other in an empty folder, train on 8 virtual devices and leave a strategy file."""
+    """Its blocks, one after the other in an empty folder, train on 8 virtual devices without a warning, and leave a strategy file."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
     assert len(blocks) >= 2
     (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "readme.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-W", "error::UserWarning", "readme.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "data" in done.stdout
     assert (tmp_path / "strategy.json").is_file()
@@ -43,3 +45,13 @@ def test_the_glossary_points_into_the_package():
 def test_the_readme_is_short():
     """What a user needs to begin: the rest is in the documents."""
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 100
+
+
+def test_the_picture_of_the_folders_is_drawn_from_their_imports():
+    """`python docs/architecture_picture.py` draws it anew."""
+    location = importlib.util.spec_from_file_location("architecture_picture", ROOT / "docs" / "architecture_picture.py")
+    assert location is not None and location.loader is not None
+    picture = importlib.util.module_from_spec(location)
+    location.loader.exec_module(picture)
+    graph = picture.imports()
+    assert picture.PICTURE.read_text(encoding="utf-8") == picture.drawn(graph, picture.places(graph))

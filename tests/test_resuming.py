@@ -37,6 +37,7 @@ def check_state(folder, truth):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state["params"], truth[1]["params"])
 
 
+@pytest.mark.slow
 def test_fewer_devices_go_on_with_a_strategy_of_their_own(tmp_path, truth):
     """8, then 6, then 4 devices: each a search that starts from the strategy before, and the losses of one device."""
     losses = []
@@ -59,6 +60,7 @@ def launched(tmp_path, *options, kills=()):
     return done.returncode, done.stderr, [json.loads(line.removeprefix("found ")) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path, truth):
     """Two processes go on from one process's checkpoint; one is killed, and both from their own; then one process from theirs."""
     assert resuming_program.train(tmp_path / "run", 2, 4)[0] == 0
@@ -71,7 +73,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(tmp_path, truth
     assert Checkpoints(tmp_path / "run").extra() == {"rows": 288}
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_ranks_that_fail_again_and_again_are_left_out(tmp_path, truth):
     """Of four processes with two devices each, first one is, then another: 8, 6 and 4 devices train to the same losses."""
     code, said, found = launched(

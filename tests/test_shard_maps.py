@@ -16,6 +16,7 @@ import autoshard
 from autoshard.ir import Rule
 from autoshard.rules import rules_of
 from autoshard.trace import trace
+from tests.requirements import needs_tpu_compiler
 
 D, N = 16, 128
 MESH = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
@@ -186,6 +187,7 @@ def written(strategy):
     return sorted((each.kind, each.mesh_axes, each.bytes, each.count) for each in found)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OWN)
 def test_what_a_shard_map_computes_and_sends_is_what_is_compiled(name):
     """Collectives are in the cost with axes, bytes, count and line; XLA:CPU has these and the FLOPs; results are those of plain JAX."""
@@ -201,6 +203,7 @@ def test_what_a_shard_map_computes_and_sends_is_what_is_compiled(name):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("searcher", ["recursive_programming", "data_parallel", "fully_sharded", "tensor_parallel", "sharding_propagation"])
 def test_every_searcher_keeps_the_specs_of_a_shard_map(searcher):
     """What a shard_map reads and returns is laid out as its specs say, whoever searches; the judge's cost has its collectives."""
@@ -266,7 +269,8 @@ def test_microbatches_are_refused():
         autoshard.search(OWN["attended"][0], *arguments(), cluster="cpu:8", microbatches=2)
 
 
-@pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("name", ["attended", "routed", "piped", "averaged"])
 def test_xla_tpu_compiles_what_is_predicted(name):
     """Collectives are those of XLA:TPU's module, in the bytes in which it sends them."""

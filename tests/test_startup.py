@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import ast
+import json
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autoshard
+from autoshard import library
+from autoshard.ir.remat import Kept, Remat
+from autoshard.ir.rewrites import (
+    KINDS,
+    FusedAttention,
+    Microbatches,
+    Offload,
+    OneProgram,
+    PackedExperts,
+    Padded,
+    PaddedDim,
+    Recompute,
+    to_json,
+)
 
 OPTIONAL = ("etils.epath", "flax", "grain", "matplotlib", "networkx", "optax", "orbax", "ray", "rich", "scipy", "sklearn")
 
@@ -25,7 +42,7 @@ def loaded(statement: str) -> set[str]:
 
 def test_an_import_loads_the_package_alone():
     """`import autoshard` takes no longer than `import jax`: names are loaded where they are used."""
-    assert loaded("import autoshard") == {"autoshard"}
+    assert loaded("import autoshard") == {"autoshard", "autoshard.version"}
 
 
 @pytest.mark.parametrize("name", ["search", "Cluster", "load"])
@@ -44,12 +61,58 @@ def test_help_and_wrong_options_load_no_jax(words):
     assert not [name for name in out.split() if name.startswith(("jax", "numpy", *OPTIONAL))]
 
 
+NAME, OTHER = "llama_3_70b_h100_8x8_auto", "llama_3_70b_h100_8x8_fully_sharded"
+REWRITES = (
+    FusedAttention("splash attention", ("model.py:1",)),
+    PackedExperts(1.0, ((8, 64),)),
+    Padded((PaddedDim(0, 0, ((50257, 50264),), "the vocabulary", 8, 0.01),)),
+    Recompute(Remat("auto", (), Kept(1, (), ((0, 0),)), (), 1e9, 2e9, 1e-3)),
+    Microbatches(4),
+    OneProgram(2, 4),
+    Offload((0,)),
+)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """The folder of a file as a search saves it, `found.json`, and of one with each kind of rewrite, by its name."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    autoshard.search(step, jnp.ones((64, 64)), jnp.ones((4096, 64)), cluster="cpu:8", mesh={"x": 8}).save(tmp_path / "found.json")
+    assert {rewrite.kind for rewrite in REWRITES} == {*KINDS}
+    for rewrite in REWRITES:
+        document = json.loads(library.path(NAME).read_text(encoding="utf-8"))
+        document["program"]["rewrites"] = to_json((rewrite,))
+        (tmp_path / f"{rewrite.kind}.json").write_text(json.dumps(document), encoding="utf-8")
+    return tmp_path
+
+
+def test_questions_about_files_load_no_jax(files):
+    """What a strategy's file answers by itself takes no longer than to load numpy and rich."""
+    commands = [
+        *(["explain", f"{kind}.json"] for kind in KINDS),
+        *([*words, "found.json"] for words in (["explain", "--html=r.html", "--trace=t.json"], ["what-if", "--batch=8192"])),
+        *(["what-if", "found.json", "--cluster", "cpu:16"], ["explain", NAME, "--html", "r.html"]),
+        *(["compare", NAME, OTHER], ["compare", "padding.json", "offload.json"]),
+        *(["strategies", NAME], ["clusters"]),
+    ]
+    script = f"import sys\nfrom autoshard.cli import main\nfor words in {commands}:\n    print(main(words), *sys.modules)"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=files)
+    found = [line.split() for line in out.stdout.splitlines() if " builtins " in line]
+    assert len(found) == len(commands), out.stderr
+    for words, (code, *names) in zip(commands, found, strict=True):
+        assert code == "0", (words, out.stderr)
+        assert not [name for name in names if name.startswith(("jax", *OPTIONAL)) and not name.startswith("rich")], words
+
+
 def test_public_names_are_those_that_type_checkers_see():
     """`__all__`, `dir`, and the imports for type checkers have the same names, each of which is there."""
     tree = ast.parse(Path(autoshard.__file__).read_text(encoding="utf-8"))
     (block,) = (node for node in tree.body if isinstance(node, ast.If))
     imported = [(str(node.module), alias.name) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert sorted(name for _, name in imported) == sorted(autoshard.__all__)
+    assert sorted(name for _, name in imported) == sorted({*autoshard.__all__} - {"__version__"})
     assert {*autoshard.__all__} <= {*dir(autoshard)}
     for module, name in imported:
         found = getattr(autoshard, name)

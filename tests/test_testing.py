@@ -58,6 +58,7 @@ def test_a_strategy_may_be_given():
     assert_collectives(STEP, *ARGS, expected={}, strategy=whole)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", [None, "cpu"])
 def test_collectives_of_all_stages_of_a_pipeline_count(target):
     """Those that are planned, and those of the stages' programs; a number that is off by one fails."""
@@ -90,6 +91,7 @@ def test_golden_files_are_written_on_request_and_compared(tmp_path, monkeypatch)
         assert_matches_golden(whole, file)
 
 
+@pytest.mark.slow
 def test_golden_files_are_written_by_an_option_of_pytest(tmp_path):
     """`--update-goldens` writes them in that run alone: without it they are compared, before and after."""
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["autoshard.testing"]\n')

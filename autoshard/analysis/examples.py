@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from typing import Any
 
 from autoshard.ir import Factor, Flow, Graph, Op, Rule
 from autoshard.primitives import is_scatter
@@ -148,7 +149,7 @@ class _Dependences:
     numbers: dict[Hashable, int] = field(default_factory=dict)
     of_size: dict[int, int] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         values = self.graph.values
         for root in self.roots:
             self.numbers.setdefault(root, len(self.numbers))
@@ -250,7 +251,7 @@ class _Dependences:
             made.kept |= read.kept
 
     def _with_bodies(self, op: Op) -> None:
-        before: list[tuple] = []
+        before: list[tuple[Any, ...]] = []
         for _ in range(PASSES):
             for holder in op.holders:
                 self._hold(holder.value, holder.sources, holder.views)

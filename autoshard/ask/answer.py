@@ -22,9 +22,8 @@ from autoshard.plan.plan import Plan, named_as_strategies
 from autoshard.plan.user_pins import Asked, user_pins
 from autoshard.problem import Problem
 from autoshard.progress import Progress, silent
-from autoshard.report import HtmlReport, report
-from autoshard.rewrite import from_json
-from autoshard.run.pipeline_step import staged_as
+from autoshard.report import HtmlReport, report, report_of
+from autoshard.run.pipeline_step import passes_as
 from autoshard.run.recorded import lasting
 from autoshard.run.step import program_of
 from autoshard.strategy import Record, save_record
@@ -82,7 +81,7 @@ class Answer(Plan):
             graph, judged = known.facts.graph, self._judged
             assert judged is not None, "a strategy with its program"
             pins = self._pins or user_pins(Asked(), graph, [()] * len(graph.arguments), False)
-            limit = record.memory_limit_bytes or judged.model.cluster.memory_limit_bytes
+            limit = record.limit_bytes
             self._known = known = replace(known, problem=Problem(known.facts, judged.model, pins.on(record.mesh), limit))
         return known
 
@@ -90,7 +89,7 @@ class Answer(Plan):
         """The strategy as a page with timeline, memory, mesh, tables and graph, which a notebook shows.
 
         ``report().save_html(path)`` writes it as one file that opens offline, ``report().save_trace(path)`` the timeline for
-        ui.perfetto.dev. Of a strategy from a file the page has what the record has; `with_program` gives it the rest.
+        ui.perfetto.dev. Of a strategy from a file the page is the one that the file keeps.
 
         >>> import jax.numpy as jnp
         >>> import autoshard
@@ -98,16 +97,18 @@ class Answer(Plan):
         >>> strategy.report().html[:15]
         '<!DOCTYPE html>'
         """
+        if self._traced is None:
+            return report_of(self.record)
         pipeline = self.record.pipeline
         schedule = None if pipeline is None else timeline_of(self.record, pipeline)
         judged, stages = self._judged_stages, []
-        if pipeline is not None and self._traced is not None:  # none of a file
-            programs = staged_as(self._traced, self.record, pipeline).stages
+        if pipeline is not None:
+            programs = passes_as(self._traced, self.record, pipeline)[-1][1].stages
             stages = [(one, stage_kinds(stage)) for one, stage in zip(judged, programs, strict=True)]
         return report(self.record, explanation_of(self.record, self._judged, judged), self._judged, schedule, stages)
 
     @outside_mesh(keep_auto=True)
-    def pins(self, fn: Callable, *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
+    def pins(self, fn: Callable[..., Any], *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:
         """The fewest argument specs and ``with_sharding_constraint`` lines that make JAX's own propagation arrive at this strategy.
 
         The answer prints as Python to paste, each line with the source line where it belongs, and says whether a program with only
@@ -121,20 +122,13 @@ class Answer(Plan):
         Raises:
             StrategyError: ``fn`` is not the program the strategy is for.
         """
-        if self.record.program.rewrites:
-            what = "; ".join(rewrite.describe() for rewrite in from_json(self.record.program.rewrites))
+        rewrites, piped = self.record.program.rewrites, self.record.pipeline is not None
+        if rewrites or piped:
+            what = [*(["a pipeline of stages"] if piped else []), *(each.describe() for each in rewrites)]
+            without = [*(["stages=None"] if piped else []), *(each.without for each in rewrites)]
             raise StrategyError(
-                f"pins shard a program as it is, and this strategy has it rewritten: {what}. Search with padding=False, balance=None "
-                "and kernels=None."
+                f"pins shard a program as it is, and this strategy has it rewritten: {'; '.join(what)}. Search with {', '.join(without)}."
             )
-        if self.remat is not None:
-            raise StrategyError("pins shard a program as it is, and this strategy computes values again. Search with remat=None.")
-        if self.offload:
-            raise StrategyError("pins shard a program as it is, and this strategy keeps state on hosts. Search with offload=None.")
-        if self.microbatches > 1:
-            is_pipeline = self.record.pipeline is not None or self.record.program.stages > 1
-            how, option = ("a pipeline", "stages") if is_pipeline else (f"{self.microbatches} microbatches", "microbatches")
-            raise StrategyError(f"pins shard a program as it is, and this strategy runs it as {how}. Search with {option}=None.")
         traced, rules, path = program_of(fn, args, self.record, before=self._traced)
         graph = traced.graph
         found = fewest_pins(traced.jaxpr, graph, rules, self.record.assignment, path, budget_seconds, progress)

@@ -12,10 +12,9 @@ from jax.core import Tracer
 
 from autoshard.ask.strategy import Strategy
 from autoshard.ask.verification import peak_bytes_of
-from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError
 from autoshard.plan.confirm import noted
-from autoshard.plan.prepared import RESERVE
+from autoshard.plan.prepared import within_less
 from autoshard.plan.request import Request
 from autoshard.plan.searching import answered
 from autoshard.progress import Progress
@@ -38,18 +37,13 @@ class Refused:
     available_bytes: float | None = None
 
 
-def limit_bytes(strategy: Strategy) -> float:
-    """The memory that a device has for a program: the user's limit, or the cluster's."""
-    record = strategy.record
-    return record.memory_limit_bytes or Cluster.from_dict(record.cluster).memory_limit_bytes
-
-
-def refusal(strategy: Strategy, step: Step, args: tuple) -> Refused | None:
+def refusal(strategy: Strategy, step: Step, args: tuple[Any, ...]) -> Refused | None:
     """What the compiler says against a step before it runs; None where it fits, or is not near the limit.
 
     The call that follows takes what is compiled here from JAX's cache.
     """
-    limit, record = limit_bytes(strategy), strategy.record
+    record = strategy.record
+    limit = record.limit_bytes
     if record.pipeline is not None or record.cost.peak_bytes <= LOOKED_AT * limit:
         return None
     try:
@@ -66,7 +60,7 @@ def exhausted(error: Exception) -> Refused | None:
 
 
 def searched_again(
-    fn: Callable, args: tuple, request: Request, progress: Progress | bool, before: Strategy, refused: Refused
+    fn: Callable[..., Any], args: tuple[Any, ...], request: Request, progress: Progress | bool, before: Strategy, refused: Refused
 ) -> Strategy | None:
     """The strategy within the memory that leaves the compiler what it took more than predicted, with a warning; None where there is none.
 
@@ -74,11 +68,11 @@ def searched_again(
         fn, args, request, progress: the search's.
         before: the strategy that was refused.
     """
-    limit, peak = limit_bytes(before), before.cost.peak_bytes
+    limit, peak = before.record.limit_bytes, before.cost.peak_bytes
     if refused.needed_bytes is None or refused.available_bytes is None:
         within, needs = peak * LESS, "more memory than there is"
     else:
-        within = min(limit, refused.available_bytes) * min(peak / refused.needed_bytes, 1.0) * (1 - RESERVE)
+        within = within_less(min(limit, refused.available_bytes), peak, refused.needed_bytes)
         needs = f"{format_bytes(refused.needed_bytes)} of {format_bytes(refused.available_bytes)}"
     why = f"XLA needs {needs} a device, where {format_bytes(peak)} were predicted"
     try:

@@ -30,7 +30,7 @@ TOLERANCE = 2.0**-6
 """Of the largest element, for bfloat16; finer types have as many times less as they have more digits."""
 
 
-def check_kernel_rule(fn: Callable, *args: Any) -> None:
+def check_kernel_rule(fn: Callable[..., Any], *args: Any) -> None:
     """Checks that every kernel of a function, run in parts along each factor that its rule lets through, gives the whole kernel's results.
 
     Pallas kernels run in interpret mode. Each factor is cut into as many parts as its least divisor, one a device, so that two devices do
@@ -114,7 +114,7 @@ def in_parts(
     op: Op,
     rule: Rule,
     parts: Mapping[int, int],
-    bound: Callable,
+    bound: Callable[..., Any],
     operands: Sequence[Any],
     whole: Sequence[Any],
     devices: Sequence[Any] | None = None,
@@ -148,7 +148,7 @@ def in_parts(
     return ran(mapped, operands)
 
 
-def ran(function: Callable, operands: Sequence[Any]) -> list[Any]:
+def ran(function: Callable[..., Any], operands: Sequence[Any]) -> list[Any]:
     """The results of a function with its Pallas kernels in interpret mode."""
     return jax.jit(jaxpr_as_fun(_interpreted(jax.make_jaxpr(function)(*operands))))(*operands)
 

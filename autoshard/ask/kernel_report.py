@@ -24,10 +24,8 @@ class Kernels(Report):
     rules: tuple[tuple[str, str], ...]
     work: tuple[tuple[str, Kernel], ...]
 
-    __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
-
-def kernels(fn: Callable, *args: Any) -> Kernels:
+def kernels(fn: Callable[..., Any], *args: Any) -> Kernels:
     """The kernels of a function, each with its source line, its sharding rule, its FLOPs and bytes, and why what stays whole does.
 
     Kernels are those of Pallas and cuDNN, functions that partition themselves, and what has a rule by `autoshard.kernel_rule`.

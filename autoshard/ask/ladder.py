@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from autoshard.errors import InfeasibleError, OutOfTime
 from autoshard.plan.plan import Plan
@@ -28,7 +29,7 @@ def shares_tables(request: Request) -> bool:
     return not is_rewritten and request.offload != "activations" and all(getattr(request, name) == getattr(plain, name) for name in names)
 
 
-def ladder(fn: Callable, args: tuple, request: Request, points: int, progress: Progress) -> tuple[list[Plan], str]:
+def ladder(fn: Callable[..., Any], args: tuple[Any, ...], request: Request, points: int, progress: Progress) -> tuple[list[Plan], str]:
     """Strategies by rising peak memory, none of which another one beats, and a note where the search ended early.
 
     Args:

@@ -31,7 +31,7 @@ from autoshard.plan.prepared import cluster_of, own_annotations, traced_of
 from autoshard.plan.user_pins import ARGUMENTS, Asked, constraints, user_pins
 from autoshard.render import Paragraph, Report, Table, format_count, format_seconds
 from autoshard.rules import rules_of
-from autoshard.trace import outside_mesh, rebuilt, types_of
+from autoshard.trace import outside_mesh, rebuilt
 
 ANY = "any"
 
@@ -49,8 +49,6 @@ class Lint(Report):
 
     findings: tuple[Finding, ...]
     strategy: Strategy
-
-    __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
     def failing(self, rules: Collection[str] | str) -> tuple[Finding, ...]:
         """The findings of some rules, or of one; of all where that is ``"any"``.
@@ -143,10 +141,8 @@ def _without(strategy: Strategy, cluster: Cluster, mesh: Mesh, specs: Sequence[P
     traced = strategy._traced
     assert traced is not None, "it was just traced"
     kept = {path: op for path, op in ops_by_path(traced.graph).items() if op not in constraints}
-    jaxpr, run = traced.jaxpr, _Without(kept).run
     with outside_mesh(keep_auto=True):
-        new = jax.make_jaxpr(lambda *arguments: run(jaxpr.jaxpr, jaxpr.consts, arguments))(*types_of(jaxpr.jaxpr.invars))
-        made = rebuilt(traced, new, 1)
+        made = rebuilt(traced, _Without(kept).remade(traced.jaxpr))
         facts = program_facts(made.graph, rules_of(made.graph), compiler_of(cluster))
         record = evaluated(made, facts, cluster, mesh, specs, {})
     judged = Strategy(record, made, None, None, Searched(facts))._judged

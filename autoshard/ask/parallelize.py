@@ -14,9 +14,11 @@ from typing import Any
 import jax
 
 from autoshard.ask.first_call import exhausted, is_whole, refusal, searched_again
+from autoshard.ask.outer import LooselyCoupled
+from autoshard.ask.searched_at_call import SearchedAtCall
 from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.errors import StrategyError, TraceError
+from autoshard.errors import TraceError
 from autoshard.plan.confirm import Confirm
 from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.request import Request, given
@@ -25,6 +27,7 @@ from autoshard.plan.user_pins import Pins
 from autoshard.progress import Progress
 from autoshard.rewrite import Padding
 from autoshard.run.calls import UNLIKE, is_traced
+from autoshard.run.diloco import DiLoCo
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.step import Positional, Sharded, Step, call_type, plain, several
 from autoshard.search import Searcher
@@ -32,38 +35,25 @@ from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options
 
 
-class Parallelized(Sharded):
+class Parallelized(SearchedAtCall):
     """A function that is searched for at its first call with arguments of some structure and types, and then runs sharded.
 
     Attributes:
         strategy: the strategy of the latest search.
     """
 
-    def __init__(self, fn: Callable, request: Request, progress: Progress | bool, running: Mapping[str, Any]):
+    def __init__(self, fn: Callable[..., Any], request: Request, progress: Progress | bool, running: Mapping[str, Any]):
         """``running`` has the options of `Strategy.apply`."""
         functools.update_wrapper(self, fn, updated=())
         self._fn = fn
         self._ordered = Positional(fn)
         self._request, self._progress = request, progress
-        self.donate_argnums = several(request.donate_argnums)
+        self.donate_argnums: tuple[int, ...] = several(request.donate_argnums)
         self._running = running
         self._found: dict[Any, _Found] = {}
         self._latest: Strategy | None = None
         self._step: Step | None = None  # of the latest call
         self._by_names: dict[Any, Parallelized] = {}
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of the latest search.
-
-        Raises:
-            StrategyError: nothing has been searched yet.
-        """
-        if self._latest is None:
-            raise StrategyError(
-                f"{function_name(self._fn)} has a strategy once it was called, or after its .search(*args). Call one of them."
-            )
-        return self._latest
 
     def search(self, *args: Any, **kwargs: Any) -> Strategy:
         """The strategy for arguments like these, arrays or abstract, without running anything: devices are not needed."""
@@ -72,7 +62,7 @@ class Parallelized(Sharded):
             return self._latest
         return self._lookup(held(self._fn, self._ordered(args, kwargs))).strategy
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +154,7 @@ class Bound(Sharded):
     def __init__(self, method: Parallelized, instance: Any):
         functools.update_wrapper(self, method, updated=())
         self.__wrapped__ = MethodType(plain(method), instance)
-        self.donate_argnums = tuple(position - 1 for position in method.donate_argnums if position > 0)
+        self.donate_argnums: tuple[int, ...] = tuple(position - 1 for position in method.donate_argnums if position > 0)
         self._method = method
         self._instance = instance
 
@@ -200,7 +190,7 @@ class _Found:
     def as_written(self, args: tuple) -> tuple:
         return PaddedArguments(self.strategy.record).as_written(args)
 
-    def runs(self, fn: Callable, args: tuple) -> bool:
+    def runs(self, fn: Callable[..., Any], args: tuple) -> bool:
         return (self.step or self.strategy.lowerable(fn)).runs(args)
 
 
@@ -215,6 +205,8 @@ def _searched_again(args: tuple, before: tuple) -> str:
         what = f"{path} of {_described(now)}, after {_described(was)}"
         if isinstance(now[1], Held):
             return f"is searched again for {what}. Pass the same static values in every step to search only once."
+        if now[:2] == was[:2]:
+            return f"is searched again for {what}. Weak types are those of arrays made of Python's numbers: give jnp.full(...) a dtype."
         if now[0] == was[0]:
             return f"is searched again for {what}. Pass the same dtypes in every step to search only once."
     return f"is searched again for {what}. Pass the same shapes in every step, a padded last batch for instance, to search only once."
@@ -233,7 +225,7 @@ def _described(leaf: tuple) -> str:
 
 
 def parallelize(
-    fn: Callable | None = None,
+    fn: Callable[..., Any] | None = None,
     *,
     cluster: Cluster | str | Path | None = None,
     searcher: str | Searcher = "auto",
@@ -257,12 +249,14 @@ def parallelize(
     plan: str = "sharding",
     start: Strategy | None = None,
     kernels: str | None = None,
+    slow_reduction: str | None = None,
     balance: float | None = 1.0,
     padding: bool | Padding = True,
     devices: Sequence[Any] | None = None,
     compiler_options: Options | None = None,
     bucket_bytes: int | None = None,
     save_graphs: str | os.PathLike[str] | None = None,
+    outer: DiLoCo | str | None = None,
 ) -> Any:
     """The function, sharded as `search` finds best for the arguments of its first call; a decorator with or without options.
 
@@ -271,6 +265,9 @@ def parallelize(
     ``self`` is argument 0 of a method. Leaves that are no arrays are static by themselves. Arguments of other shapes or types are searched
     for as well, with a warning, and so are static values that make another program. So is, once, a step that does not fit its devices as
     compiled at its first call, or ends there in RESOURCE_EXHAUSTED before any state is used up, within less predicted memory.
+
+    ``outer="diloco"``, or an `autoshard.DiLoCo`, trains a copy of the state on each slice of the cluster, and exchanges what they learned
+    every so many steps (`autoshard.run.diloco`): the batch is that of all slices, the function is that of one.
 
     >>> import jax.numpy as jnp
     >>> @parallelize(cluster="cpu:1")
@@ -285,8 +282,10 @@ def parallelize(
     request = Request.of(**{**options, "cluster": None if cluster is None else Cluster.of(cluster)})
     running = {"devices": devices, "compiler_options": compiler_options, "bucket_bytes": bucket_bytes, "save_graphs": save_graphs}
 
-    def made(function: Callable) -> Parallelized:
+    def made(function: Callable[..., Any]) -> Parallelized | LooselyCoupled:
         is_static = static_argnums not in ((), None) or static_argnames not in ((), None)
-        return Parallelized(Static(function, static_argnums, static_argnames) if is_static else function, request, progress, running)
+        whole = Static(function, static_argnums, static_argnames) if is_static else function
+        own = whole, request, progress, running
+        return Parallelized(*own) if outer is None else LooselyCoupled(*own, outer)
 
     return made if fn is None else made(fn)

@@ -15,12 +15,15 @@ import jax
 import numpy as np
 
 from autoshard.ask.kernel_checks import difference, filled, in_parts, least_divisor, place_of, ran
+from autoshard.cluster import Cluster
 from autoshard.ir import Graph, Op, Rule
+from autoshard.ir.rewrites import FusedAttention
 from autoshard.lower.interpret import bind_unplaced
 from autoshard.lower.kernels import on_shards
+from autoshard.lower.narrow import WITHIN, error_of
 from autoshard.render import Paragraph, Part, Table, format_flops
-from autoshard.rewrite import FusedAttention, compared, from_json
-from autoshard.rewrite.attention_kernels import IMPLEMENTATIONS
+from autoshard.rewrite import compared
+from autoshard.rewrite.ring_attention import IMPLEMENTATIONS
 from autoshard.rules import rules_of
 from autoshard.rules.kernels import kernel_rule
 from autoshard.run.padded import PaddedArguments
@@ -62,7 +65,7 @@ class Numbers:
         return max(self.forward or 0.0, self.gradients or 0.0) <= self.within
 
 
-def reduced_numbers(fn: Callable, args: tuple, record: Record, known: Traced | None = None) -> tuple[Numbers, ...]:
+def reduced_numbers(fn: Callable[..., Any], args: tuple[Any, ...], record: Record, known: Traced | None = None) -> tuple[Numbers, ...]:
     """The numbers of a program's kernels; none of one without.
 
     Args:
@@ -70,11 +73,11 @@ def reduced_numbers(fn: Callable, args: tuple, record: Record, known: Traced | N
         known: as the strategy has it.
     """
     if known is not None and not any(op.kernel is not None for op in known.graph.walk()):
-        return ()
+        return tuple(_sums(record))
     args = PaddedArguments(record).as_written(args)
     traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.all_names)
-    rewrites = from_json(record.program.rewrites)
-    found = [each for rewrite in rewrites if isinstance(rewrite, FusedAttention) for each in _fused(traced, rewrite)]
+    found = [*_sums(record)]
+    found += [each for rewrite in record.program.rewrites if isinstance(rewrite, FusedAttention) for each in _fused(traced, rewrite)]
     seen: set[tuple] = set()
     for op, rule in zip(traced.graph.walk(), rules_of(traced.graph), strict=True):
         key = str(op.origin), op.primitive, *(traced.graph.values[value].shape for value in (*op.operands, *op.results))
@@ -100,6 +103,14 @@ def _shown(error: float | None) -> str:
 
 def _verdict(numbers: Numbers) -> str:
     return "" if numbers.agree else "differs"
+
+
+def _sums(record: Record) -> Iterator[Numbers]:
+    """The error of sums that cross a level of the cluster in a narrow type."""
+    for level in Cluster.from_dict(record.cluster).levels:
+        if level.sums:
+            how = f"with a sum in float32: normal numbers of {level.size} {level.name}"
+            yield Numbers(f"sums between {level.name} in {level.sums}", how, error_of(level.sums, level.size), within=WITHIN[level.sums])
 
 
 def _fused(traced: Traced, rewrite: FusedAttention) -> Iterator[Numbers]:

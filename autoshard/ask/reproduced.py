@@ -13,7 +13,7 @@ from autoshard.plan.plan import Plan
 TOLERANCE = 1e-9  # relative, of sums of a few thousand figures
 
 
-def differences(strategy: Plan, fn: Callable, *args: Any) -> list[str]:
+def differences(strategy: Plan, fn: Callable[..., Any], *args: Any) -> list[str]:
     """What of a strategy's predicted cost is another one today, in words; empty where everything is reproduced.
 
     Args:

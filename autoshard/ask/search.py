@@ -22,6 +22,7 @@ from autoshard.ir.naming import matching
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.candidates import placed
 from autoshard.plan.confirm import Confirm
+from autoshard.plan.forms import PLAIN, Form
 from autoshard.plan.meshes import check_meshes, fixed_mesh, given_mesh, in_order, with_idle_axes
 from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.notes import contended, whole, without_rules
@@ -43,7 +44,7 @@ from autoshard.verify import propagated
 
 
 def search(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     cluster: Cluster | str | Path | None = None,
     searcher: str | Searcher = "auto",
@@ -65,6 +66,7 @@ def search(
     plan: str = "sharding",
     start: Strategy | None = None,
     kernels: str | None = None,
+    slow_reduction: str | None = None,
     balance: float | None = 1.0,
     padding: bool | Padding = True,
 ) -> Strategy:
@@ -122,9 +124,11 @@ def search(
         stages: of a pipeline: into how many equal parts the devices are divided, each of which computes a part of the step, microbatch by
             microbatch (`autoshard.pipeline`). Without a number of ``microbatches`` as many, twice and four times as many are tried.
             None: every device computes the whole step.
-        schedule: the order of a pipeline's tasks: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` or ``"zero_bubble"``. None: ``"1f1b"``, or
-            with ``plan="full"`` the fastest. Or ``"one_program"``: scanned layers in stages that are one program, in which all of them
-            compute at the same time (`autoshard.pipeline.one_program`); ``"one_program_interleaved"``: in two rounds where that is faster.
+        schedule: the order of a pipeline's tasks. ``"auto"`` or None: the fastest that is found, in any number of chunks a stage;
+            ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` and ``"zero_bubble"`` restrict it. Or ``"one_program"``: scanned layers in stages
+            that are one program, in which all of them compute at the same time (`autoshard.rewrite.one_program`);
+            ``"one_program_interleaved"``: in two rounds where that is faster; ``"one_program_zero_bubble"``: in one or two, with
+            gradients of weights after those of inputs, on all stages at the same time.
         plan: ``"full"`` searches the step without stages, with ``"auto"`` for microbatches and recomputation that are ``"fit"``, then
             pipelines: numbers of stages and of microbatches, and schedules, of which those are searched stage by stage that are faster by
             the costs of the step's own layers; the fastest of all is the answer. ``stages`` is
@@ -133,6 +137,9 @@ def search(
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
         kernels: ``"auto"``: plain attention becomes the fused kernel that JAX has for these devices, where that is predicted to be faster
             (`autoshard.rewrite.attention`). None: it stays as it is written, and a note says what that would save.
+        slow_reduction: the type in which sums of large arrays of floats, such as gradients, cross the outermost level of the cluster's
+            network, between slices or pods: ``"bfloat16"``, or ``"int8"`` with a scale for each 256 numbers. They are rounded at random,
+            so that errors have no mean (`autoshard.lower.narrow`); `verify` measures them. None: they stay as they are.
         balance: the rows of the fullest expert over the mean of all experts that experts without a capacity, `jax.lax.ragged_dot`, are
             planned for, at least 1 (`autoshard.rewrite.experts`). Fuller experts take longer in the step, and lose nothing.
             None: the program is not rewritten for them.
@@ -157,7 +164,7 @@ def search(
 
 @outside_mesh(keep_auto=True)
 def evaluate(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     cluster: Cluster | str | Path | None = None,
     mesh: Mapping[str, int] | jax.sharding.Mesh | None = None,
@@ -193,8 +200,8 @@ def evaluate(
     traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster)
     check_offload(offload, cluster, traced)
     again = Options(traced, facts, cluster.device).full if remat == "full" else None
-    if (form := (microbatches or 1, again, traced, offload is not None)) != (1, None, traced, False):
-        traced, facts, _ = traced_of(fn, args, donate_argnums, axes, cluster, *form)
+    if (form := Form(microbatches or 1, again, offload is not None)) != PLAIN:
+        traced, facts, _ = traced_of(fn, args, donate_argnums, axes, cluster, form, traced)
     graph = traced.graph
     pins = user_pins(Asked(arguments=of_arguments), graph, own_annotations(fn, args, traced) if of_arguments else [], False)
     check_meshes(pins, wanted)
@@ -254,7 +261,7 @@ class _Given:
     name: str = GIVEN
 
 
-def flat_specs(traced: Traced, args: tuple, in_specs: Any) -> list[PartitionSpec]:
+def flat_specs(traced: Traced, args: tuple[Any, ...], in_specs: Any) -> list[PartitionSpec]:
     """One spec an argument leaf, from one for all, a tuple of spec pytrees or prefixes of them, or from specs by path."""
     if isinstance(in_specs, PartitionSpec | NamedSharding):
         in_specs = (in_specs,) * len(args)

@@ -25,7 +25,6 @@ from autoshard.explanation.difference_text import difference_parts
 from autoshard.lower import jax_mesh
 from autoshard.plan.plan import Plan
 from autoshard.plan.user_pins import Pins as WantedPins
-from autoshard.render import Report
 from autoshard.run.data import DataIterator, data_iterator
 from autoshard.run.feeding import Matching
 from autoshard.run.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
@@ -33,7 +32,7 @@ from autoshard.run.padded import PaddedArguments
 from autoshard.run.pipeline_step import PipelineStep
 from autoshard.run.placing import apart, check_equal, put, sharded_leaves
 from autoshard.run.recorded import lasting
-from autoshard.run.step import Step, bucket_options, check_alive
+from autoshard.run.step import Step, check_alive, platform_options
 from autoshard.run.structure import alike, dtype_of, per_argument, position_of, rebuild
 from autoshard.strategy import TensorRecord, load_record
 from autoshard.trace import SplitModules, outside_mesh, with_axes
@@ -61,8 +60,11 @@ class Strategy(Answer):
         batch: int | None = None,
         microbatches: int | None = None,
         memory_limit_bytes: float | None = None,
+        stages: int | None = None,
+        chunks: int | None = None,
+        schedule: str | None = None,
     ) -> WhatIf:
-        """The difference that other pins, devices, meshes, batches or microbatches would make; ``.strategy`` is the other strategy.
+        """The difference that other pins, devices, meshes, batches, microbatches or stages would make; ``.strategy`` is the other strategy.
 
         The program is searched again by dynamic programming, and the function traced again for another batch only. What the strategy's own
         search computed serves again, and so do its options: pins, microbatches, recomputation, offload, donation and memory limit. Where
@@ -75,6 +77,9 @@ class Strategy(Answer):
             batch: the size of the whole batch: of the dimension that `data_parallel` would split.
             microbatches: their number; None keeps it. Of a pipeline, that of each of its schedule's tasks.
             memory_limit_bytes: as for `search`; None: that of the strategy, where devices have as much memory.
+            stages: as for `search`; None keeps them.
+            chunks: stages on each part of the devices; None keeps their number where stages and schedule are kept.
+            schedule: as for `search`; alone it leaves the stages as they are, and is answered in a second.
 
         Raises:
             StrategyError: the strategy has no program; says to pass it by `with_program`. Or no argument has a batch.
@@ -82,7 +87,16 @@ class Strategy(Answer):
             InfeasibleError: nothing fits the memory; says what was not tried.
         """
         words, after = what_if(
-            self, pins=pins, cluster=cluster, mesh=mesh, batch=batch, microbatches=microbatches, memory_limit_bytes=memory_limit_bytes
+            self,
+            pins=pins,
+            cluster=cluster,
+            mesh=mesh,
+            batch=batch,
+            microbatches=microbatches,
+            memory_limit_bytes=memory_limit_bytes,
+            stages=stages,
+            chunks=chunks,
+            schedule=schedule,
         )
         found = difference_of(self.record, after.record, ("now", "what if"), (self._judged, after._judged))
         return WhatIf(f"What if: {words}", tuple(difference_parts(found)), found, self.of(after))
@@ -148,7 +162,7 @@ class Strategy(Answer):
 
     def apply(
         self,
-        fn: Callable,
+        fn: Callable[..., Any],
         devices: Sequence[Any] | None = None,
         lowering: str = "manual",
         compiler_options: Options | None = None,
@@ -174,17 +188,17 @@ class Strategy(Answer):
         """
         if self.record.pipeline is not None:
             meshes = pipeline_meshes(self.record, devices)
-            options = {**bucket_options(meshes[0].devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
+            options = {**platform_options(meshes[0].devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
             return PipelineStep(fn, self.record, meshes, lowering, self._traced, options, save_graphs)
         mesh = jax_mesh(self.record.mesh, devices)
-        options = {**bucket_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
+        options = {**platform_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
         return Step(fn, self.record, mesh, lowering, self._traced, options, save_graphs)
 
-    def lowerable(self, fn: Callable) -> Step:
+    def lowerable(self, fn: Callable[..., Any]) -> Step:
         """``fn``, to be lowered for no devices in particular: it is never run."""
         return Step(fn, self.record, None) if self.record.pipeline is None else PipelineStep(fn, self.record, ())
 
-    def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple:
+    def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.
 
         Where the strategy pads dimensions, arrays in their own sizes get padding of zeros, and the step returns their state with padding;
@@ -229,7 +243,7 @@ class Strategy(Answer):
         return split.rebuild((structure.unflatten(own),))[0]
 
     @outside_mesh(keep_auto=True)
-    def init(self, init_fn: Callable, *args: Any, devices: Sequence[Any] | None = None) -> Any:
+    def init(self, init_fn: Callable[..., Any], *args: Any, devices: Sequence[Any] | None = None) -> Any:
         """What ``init_fn(*args)`` makes, made already sharded: no device ever holds it whole.
 
         The result is one of the step's arguments (the state, say), or a tuple of its first ones; NNX objects are fine.
@@ -377,9 +391,6 @@ class WhatIf(Comparison):
     """The comparison of a strategy with another one that was searched for it: ``strategy``, which runs, saves and explains as any."""
 
     strategy: Strategy
-
-    # A slotted dataclass is a class made anew, and what it inherits of `Report` is found by name.
-    __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
 
 def load(path: str | os.PathLike[str]) -> Strategy:

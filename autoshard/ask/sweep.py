@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,14 +18,17 @@ from autoshard.ask.search import search
 from autoshard.ask.strategy import Strategy, load
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, SearchLimitError, ShardingError
+from autoshard.plan.full_plan import figures_of_plan
 from autoshard.plan.meshes import given_mesh
 from autoshard.plan.prepared import whole_of
 from autoshard.plan.request import Request
 from autoshard.plan.user_pins import Asked
 from autoshard.progress import Progress, part, silent
+from autoshard.ray_cluster import results_on_ray
 from autoshard.render import Paragraph, Report, Table, format_between, format_bytes, format_seconds, shown
 from autoshard.run.tracing import TracedOnce
-from autoshard.strategy import version
+from autoshard.strategy import Record
+from autoshard.version import __version__
 
 HOUR, DAY = 3600.0, 86_400.0
 REFUSALS = (InfeasibleError, SearchLimitError, ShardingError, ClusterError)  # of one point, which the others do not share
@@ -112,6 +115,34 @@ def _step_time(point: SweepPoint) -> str:
     return f"{format_seconds(point.step_seconds or 0.0)}{between}"
 
 
+def _are_equal(one: SweepPoint, other: SweepPoint) -> bool:
+    """Whether predictions do not tell which of two points takes less of an item, in time and in cost.
+
+    On one kind of devices it is what two plans are off by from each other that counts, on several the whole intervals. Where that is not
+    known, no two points are equal.
+    """
+    devices = [Cluster.from_dict(point.strategy.record.cluster).device for point in (one, other) if point.strategy is not None]
+    if devices[0].name == devices[1].name:
+        is_known, lows, highs = devices[0].pair_error > 0, (1.0, 1.0), (1 + devices[0].pair_error,) * 2
+    else:
+        shares = [[each / (point.step_seconds or 1.0) for each in point.interval_seconds or (0.0, 0.0)] for point in (one, other)]
+        lows, highs = zip(*shares, strict=True)
+        is_known = min(highs) > 0
+    if not is_known:
+        return one is other
+    figures = [(point.seconds_per_item, point.cost_per_item) for point in (one, other)]
+    return all(a * lows[0] <= b * highs[1] and b * lows[1] <= a * highs[0] for a, b in zip(*figures, strict=True))
+
+
+def _complexity(point: SweepPoint) -> tuple[int, ...]:
+    """How complex the strategy of a point is."""
+    return () if point.strategy is None else figures_of_plan(point.strategy)[1]
+
+
+def _in_words(point: SweepPoint) -> str:
+    return f"{point.place} on mesh {', '.join(f'{name}={size}' for name, size in point.mesh.items())}"
+
+
 class Sweep(Sequence[SweepPoint]):
     """The points of a sweep, in the order in which they were searched.
 
@@ -122,7 +153,10 @@ class Sweep(Sequence[SweepPoint]):
     """
 
     def __init__(self, points: Sequence[SweepPoint], item: str, total: float | None = None, notes: Sequence[str] = ()):
-        self.points, self.item, self.total, self.notes = tuple(points), item, total, tuple(notes)
+        self.points: tuple[SweepPoint, ...] = tuple(points)
+        self.item: str = item
+        self.total: float | None = total
+        self.notes: tuple[str, ...] = tuple(notes)
 
     def __len__(self) -> int:
         return len(self.points)
@@ -144,6 +178,13 @@ class Sweep(Sequence[SweepPoint]):
                 best.append(point)
         return tuple(best)
 
+    @property
+    def equals(self) -> tuple[tuple[SweepPoint, ...], ...]:
+        """Points of the Pareto front with those that predictions do not tell from them in time and cost of an item, the simplest first."""
+        found = [point for point in self if point.strategy is not None]
+        groups = [[other for other in found if _are_equal(point, other)] for point in self.pareto]
+        return tuple(tuple(sorted(group, key=_complexity)) for group in groups if len(group) > 1)
+
     def report(self) -> Report:
         """A row for each point, those of the Pareto front marked; prints in a terminal and shows in Jupyter."""
         cost = "device-hours" if all(point.price is None for point in self) else "cost"
@@ -153,8 +194,9 @@ class Sweep(Sequence[SweepPoint]):
         rows = tuple(self._row(point, "*" if id(point) in front else "", len(columns)) for point in self)
         why = [f"{point.place}: {point.refusal}" for point in self if point.refusal]
         marked = f"* on the Pareto front: no other row takes less time and less {cost} for as many {self.item}s. All figures are predicted."
+        alike = ["Equal within the model's error, the simplest first: " + "; ".join(map(_in_words, group)) + "." for group in self.equals]
         whole = "" if self.total is None else f" In all: {self.total:,.0f} {self.item}s."
-        return Report(f"Sweep of {len(self)}", (Table(columns, rows), Paragraph(marked + whole), *map(Paragraph, [*why, *self.notes])))
+        return Report(f"Sweep of {len(self)}", (Table(columns, rows), *map(Paragraph, [marked + whole, *alike, *why, *self.notes])))
 
     def _row(self, point: SweepPoint, mark: str, width: int) -> tuple[str, ...]:
         cells = [mark, point.cluster, str(point.n_devices), "" if point.batch is None else str(point.batch)]
@@ -170,7 +212,9 @@ class Sweep(Sequence[SweepPoint]):
         """All points and what is on the Pareto front, as JSON."""
         front = [point.key for point in self.pareto]
         points = [point.to_dict() for point in self]
-        return json.dumps({"item": self.item, "total": self.total, "pareto": front, "points": points, "notes": self.notes}, indent=1)
+        alike = [[point.key for point in group] for group in self.equals]
+        told = {"item": self.item, "total": self.total, "pareto": front, "equal": alike, "points": points, "notes": self.notes}
+        return json.dumps(told, indent=1)
 
     def __repr__(self) -> str:
         return f"Sweep of {len(self)} points, {len(self.pareto)} on the Pareto front"
@@ -183,8 +227,8 @@ class Sweep(Sequence[SweepPoint]):
 
 
 def sweep(
-    fn: Callable,
-    make_args: Callable[[int], tuple] | tuple,
+    fn: Callable[..., Any],
+    make_args: Callable[[int], tuple[Any, ...]] | tuple[Any, ...],
     *,
     clusters: Sequence[Cluster | str | Path],
     batches: Sequence[int] = (),
@@ -193,14 +237,15 @@ def sweep(
     total: float | None = None,
     prices: Mapping[str, float] | None = None,
     save: str | os.PathLike[str] | None = None,
+    on: str | None = None,
     progress: Progress | bool = silent,
     found: Callable[[SweepPoint], None] | None = None,
     **options: Any,
 ) -> Sweep:
     """The searched strategies of a program on several clusters and batch sizes, by time and cost of a token or example.
 
-    The program is traced once for each batch size, and that trace is searched on all clusters. Ctrl-C ends the sweep: what was found by
-    then is returned, with a note.
+    The program is traced once for each batch size, and that trace is searched on all clusters, or, on Ray, once for each search. Ctrl-C
+    ends the sweep: what was found by then is returned, with a note.
 
     Args:
         fn: any JAX function, as for `search`.
@@ -215,6 +260,8 @@ def sweep(
             device-hours.
         save: a folder. Every strategy is written there when it is found, with ``sweep.json``, and a sweep of the same program, options and
             version of autoshard takes from there what it has.
+        on: ``"ray"``, or the address of a Ray cluster, whose machines search points at the same time: the cluster of ``RAY_ADDRESS`` or
+            of ``ray start``, else one that is started on this machine. They import what this process can. None: one after the other here.
         progress: as for `search`.
         found: called with each point when it is found.
         options: more of `search`'s: ``searcher``, ``pins``, ``donate_argnums``, ``microbatches``, ``remat``, ``memory_limit_bytes``, ...
@@ -235,40 +282,82 @@ def sweep(
     known = [Cluster.of(cluster) for cluster in clusters]
     asked_prices = [_price(str(given), cluster, prices) for given, cluster in zip(clusters, known, strict=True)]
     item = "step" if not batches else "example" if tokens_per_example is None else "token"
-    earlier, points, notes = _Saved(save, item, total), [], []
+    earlier, notes = _Saved(save, item, total), []
+    points: dict[int, SweepPoint] = {}
     sizes: Sequence[int | None] = batches or (None,)
     share = 1 / (len(sizes) * len(known) * len(meshes))
+
+    def places() -> Iterator[_Place]:
+        for batch in sizes:
+            once, args = TracedOnce(fn), _arguments(make_args, batch)
+            items = (batch or 1) * (tokens_per_example or 1) if batches else 1
+            for cluster, price in zip(known, asked_prices, strict=True):
+                for mesh in meshes:
+                    blank = SweepPoint(cluster.name, cluster.n_devices, batch, items, price, _key(once, args, cluster, mesh, options))
+                    yield _Place(blank, once, args, cluster, mesh, options)
+
     with shown(progress) as callback:
+        here = _one_by_one(places(), earlier, lambda number: part(callback, number * share, share))
         try:
-            for batch in sizes:
-                once, args = TracedOnce(fn), _arguments(make_args, batch)
-                items = (batch or 1) * (tokens_per_example or 1) if batches else 1
-                for cluster, price in zip(known, asked_prices, strict=True):
-                    for mesh in meshes:
-                        blank = SweepPoint(cluster.name, cluster.n_devices, batch, items, price, _key(once, args, cluster, mesh, options))
-                        own = part(callback, len(points) * share, share)
-                        points.append(earlier.kept(blank) or _searched(blank, once, args, cluster, mesh, own, options))
-                        earlier.write(points)
-                        if found is not None:
-                            found(points[-1])
+            for number, point in here if on is None else _on_ray(fn, list(places()), earlier, on):
+                points[number] = point
+                earlier.write([points[k] for k in sorted(points)], point)
+                if on is not None:
+                    callback(point.place, len(points) * share)
+                if found is not None:
+                    found(point)
         except KeyboardInterrupt:
             if not points:
                 raise
             notes.append(f"Interrupted: {len(points)} of {round(1 / share)} points were searched.")
-    return Sweep(points, item, total, notes)
+    return Sweep([points[k] for k in sorted(points)], item, total, notes)
 
 
-def _searched(blank: SweepPoint, fn: TracedOnce, args: tuple, cluster: Cluster, mesh: MeshAsked, progress: Progress, options) -> SweepPoint:
-    """The point with what a search finds."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What is searched for one point."""
 
-    def told(what: str, fraction: float) -> None:
-        progress(f"{blank.place}: {what}", fraction)
+    blank: SweepPoint
+    fn: Callable[..., Any]
+    args: tuple
+    cluster: Cluster
+    mesh: MeshAsked
+    options: Mapping[str, Any]
 
-    try:
-        strategy = search(fn, *args, cluster=cluster, mesh=mesh, progress=told, **options)
-    except REFUSALS as error:
-        return replace(blank, refusal=str(error))
-    return _with(blank, strategy)
+    def searched(self, progress: Progress = silent) -> SweepPoint:
+        """The point with what a search finds."""
+
+        def told(what: str, fraction: float) -> None:
+            progress(f"{self.blank.place}: {what}", fraction)
+
+        try:
+            strategy = search(self.fn, *self.args, cluster=self.cluster, mesh=self.mesh, progress=told, **self.options)
+        except REFUSALS as error:
+            return replace(self.blank, refusal=str(error))
+        return _with(self.blank, strategy)
+
+    def record(self) -> tuple[SweepPoint, Record | None]:
+        """The point, and the record of its strategy, both of which can be sent."""
+        point = self.searched()
+        return replace(point, strategy=None), None if point.strategy is None else point.strategy.record
+
+
+def _one_by_one(places: Iterable[_Place], earlier: _Saved, progress_of: Callable[[int], Progress]) -> Iterator[tuple[int, SweepPoint]]:
+    for number, place in enumerate(places):
+        yield number, earlier.kept(place.blank) or place.searched(progress_of(number))
+
+
+def _on_ray(fn: Callable[..., Any], places: Sequence[_Place], earlier: _Saved, on: str) -> Iterator[tuple[int, SweepPoint]]:
+    """The points as they are found on Ray, those of an earlier sweep first."""
+    left: list[int] = []
+    for number, place in enumerate(places):
+        if (point := earlier.kept(place.blank)) is None:
+            left.append(number)
+        else:
+            yield number, point
+    tasks = [replace(places[number], fn=fn).record for number in left]
+    for number, (point, record) in results_on_ray(tasks, on) if tasks else ():
+        yield left[number], point if record is None else replace(point, strategy=Strategy(record))
 
 
 def _with(blank: SweepPoint, strategy: Strategy) -> SweepPoint:
@@ -304,7 +393,7 @@ def _price(given: str, cluster: Cluster, prices: Mapping[str, float] | None) -> 
     )
 
 
-def _arguments(make_args: Callable | tuple, batch: int | None) -> tuple:
+def _arguments(make_args: Callable[..., Any] | tuple, batch: int | None) -> tuple:
     if callable(make_args):
         return make_args() if batch is None else make_args(batch)
     if batch is not None:
@@ -321,7 +410,7 @@ def _key(fn: TracedOnce, args: tuple, cluster: Cluster, mesh: MeshAsked, options
     asked = Asked.of(options.get("pins"), options.get("batch_axes"), options.get("batch"))
     axes = (*asked.axes, *given)
     whole = whole_of(fn, args, options.get("donate_argnums", ()), axes, asked.batch)
-    told = (whole.graph.fingerprint, cluster.to_dict(), mesh, sorted(options.items()), version(), jax.__version__)
+    told = (whole.graph.fingerprint, cluster.to_dict(), mesh, sorted(options.items()), __version__, jax.__version__)
     return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
 
 
@@ -347,11 +436,10 @@ class _Saved:
             return _with(blank, load(self.folder / f"{blank.name}.json"))
         return None
 
-    def write(self, points: Sequence[SweepPoint]) -> None:
+    def write(self, points: Sequence[SweepPoint], newest: SweepPoint) -> None:
         """Writes the newest point's strategy, and all points, each file at once or not at all."""
         if self.folder is None:
             return
-        newest = points[-1]
         if newest.strategy is not None and newest.key not in self.rows:
             newest.strategy.save(self.folder / f"{newest.name}.json")
         partial = self.folder / "sweep.json.partial"

@@ -10,7 +10,7 @@ from autoshard.explanation import Judged
 from autoshard.ir import Op
 from autoshard.plan.corrections import differences
 from autoshard.render import Table, format_bytes, format_seconds
-from autoshard.verify import NO_OP, bytes_by_op, compiled_kernels
+from autoshard.verify import NO_OP, Clock, bytes_by_op, compiled_kernels
 
 SHOWN = 8  # rows of a table
 LEAST = 0.01  # of the larger sum: smaller differences are not shown
@@ -33,23 +33,23 @@ class OperationDifference:
     compiled: float
 
 
-def by_operation(judged: Judged, hlo_text: str, alive: Sequence[tuple[str, float]], clock_hertz: float) -> tuple[OperationDifference, ...]:
+def by_operation(judged: Judged, hlo_text: str, alive: Sequence[tuple[str, float]], clock: Clock | None) -> tuple[OperationDifference, ...]:
     """The operations in which a compiled program differs from its prediction, per kind the largest difference first.
 
     Args:
         judged: the program with its assignment.
         hlo_text: the compiled program of one device.
         alive: the instructions whose values are alive at its peak, with their bytes; () where that is not known.
-        clock_hertz: of the device; 0 where the text has no cycles.
+        clock: of the device; None where the text has no cycles.
     """
-    return (*_compute(judged, hlo_text, clock_hertz), *(_memory(judged, hlo_text, alive) if alive else ()))
+    return (*_compute(judged, hlo_text, clock), *(_memory(judged, hlo_text, alive) if alive else ()))
 
 
-def _compute(judged: Judged, hlo_text: str, clock_hertz: float) -> tuple[OperationDifference, ...]:
-    if not clock_hertz:
+def _compute(judged: Judged, hlo_text: str, clock: Clock | None) -> tuple[OperationDifference, ...]:
+    if clock is None:
         return ()
     kernels = compiled_kernels(hlo_text)
-    found = differences(judged.facts, judged.model, judged.record.assignment, kernels, clock_hertz)
+    found = differences(judged.facts, judged.model, judged.record.assignment, kernels, clock)
     return _largest(OperationDifference("compute", *_named(each.op), each.predicted_seconds, each.compiled_seconds) for each in found)
 
 

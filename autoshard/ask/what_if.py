@@ -19,20 +19,23 @@ import jax
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, ShardingError, StrategyError, TraceError
+from autoshard.errors import InfeasibleError, PipelineError, ShardingError, StrategyError, TraceError
 from autoshard.explanation.tensor import by_first_that_holds
 from autoshard.ir import Mesh
 from autoshard.ir.naming import matching
-from autoshard.ir.remat import Remat
+from autoshard.ir.rewrites import OneProgram
 from autoshard.judge.model import CostModel
 from autoshard.options import checked
+from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.attempts import Attempts, Found
+from autoshard.plan.forms import PLAIN, Form
 from autoshard.plan.meshes import given_mesh, meshes_of
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import Prepared, cluster_of, limit_of, searched_on_meshes, traced_of, within
 from autoshard.plan.refusals import with_untried
 from autoshard.plan.request import Request
+from autoshard.plan.rescheduling import rescheduled
 from autoshard.plan.stage_searches import Call as StageCall
 from autoshard.plan.stage_searches import in_stages
 from autoshard.plan.user_pins import Asked, Pins, UserPins, user_pins
@@ -45,6 +48,8 @@ from autoshard.search import Searcher, Solution, batch_dims
 from autoshard.strategy import PipelineRecord
 from autoshard.trace import SplitModules, Traced, held, outside_mesh
 
+AGAIN = "searched again"
+
 
 @outside_mesh(keep_auto=True)
 def what_if(
@@ -56,13 +61,17 @@ def what_if(
     batch: int | None = None,
     microbatches: int | None = None,
     memory_limit_bytes: float | None = None,
+    stages: int | None = None,
+    chunks: int | None = None,
+    schedule: str | None = None,
 ) -> tuple[str, Plan]:
     """The change in words, and the plan under it; as `Strategy.what_if` says."""
     record = strategy.record
     if strategy._traced is None:
         raise StrategyError(
             "what_if searches the program again, and a strategy from a file has none. Pass the function: "
-            "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..."
+            "strategy.with_program(fn, *args).what_if(...); on the command line autoshard what-if FILE module:function --args ..., or for "
+            "an estimate of the same plan at another size autoshard what-if FILE --batch N."
         )
     if isinstance(checked("microbatches", microbatches), str):
         raise ShardingError(f"a what-if is of a number of microbatches, got {microbatches!r}. Use 4, for instance.")
@@ -74,10 +83,17 @@ def what_if(
     limit_of(there, limit)
     asked = Asked.of(pins)
     words = _asked_words(strategy, pins, cluster, mesh, batch, microbatches, memory_limit_bytes)
-    if record.pipeline is not None:
+    parts = _parts(stages, chunks, schedule)
+    if parts:
+        told = ", ".join(f"{name}={value}" for name, value in parts.items())
+        words = told if words == AGAIN else f"{words}, {told}"
+    if record.pipeline is not None and parts.keys() == {"schedule"} and words == told:
+        return words, rescheduled(strategy, parts["schedule"])
+    if record.pipeline is not None or parts:
         with _told_of_batch(strategy, batch):
-            stage_mesh = _stage_mesh(record.pipeline, mesh, cluster)
-            after = _pipeline(strategy, record.pipeline, asked, there, stage_mesh, batch, microbatches, limit)
+            same = record.pipeline if stages is None else None
+            stage_mesh = mesh if same is None else _stage_mesh(same, mesh, cluster)
+            after = _pipeline(strategy, parts, asked, there, stage_mesh, batch, microbatches, limit)
         return words, after
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
@@ -122,9 +138,9 @@ class _Question:
         """
         program, warm = self.strategy.record.program, replace(self.strategy._searched.hints, least=math.inf, start=None)
         n, reserves = self.microbatches or program.microbatches, self.limit is None
-        own = n, program.remat, None, bool(program.offload)
-        if self.strategy._call is None or own != (1, None, None, False) or self.microbatches is not None:
-            prepared = self.prepared(*own)
+        own = Form(n, program.remat, bool(program.offload))
+        if self.strategy._call is None or own != PLAIN or self.microbatches is not None:
+            prepared = self.prepared(own)
             searched = partial(searched_on_meshes, prepared, searcher, silent, (), 1, None, warm=warm)
             try:
                 return prepared, *within(prepared, searched, reserves, self.given)
@@ -136,18 +152,19 @@ class _Question:
             self.prepared, searcher, "fit", "fit", offload, self.given, None, reserves, silent, (), None, 1, warm=warm
         ).found()  # fmt: skip
 
-    def prepared(self, microbatches: int, remat: Remat | None, whole: Traced | None, on_host: bool) -> Prepared:
-        """The program in so many microbatches, with a recomputation, and with optimizer state on hosts or not; what is known serves."""
+    def prepared(self, form: Form, whole: Traced | None = None) -> Prepared:
+        """The program in a form; what is known serves."""
         strategy, there, record = self.strategy, self.there, self.strategy.record
         program, call, seconds = record.program, strategy._call, {}
-        own = (program.microbatches, program.remat, bool(program.offload))
-        if self.batch is None and (microbatches, remat, on_host) == own:
+        if self.batch is None and form == Form(program.microbatches, program.remat, bool(program.offload)):
             traced, facts = strategy._traced, _facts(strategy, there)
         else:
             call = strategy._call if self.batch is None else with_batch_size(strategy, self.batch)
             assert call is not None, "a stage of a pipeline is searched as it is"
             axes = (*(record.mesh if self.wanted is None else self.wanted).all_names, *self.asked.axes)
-            how = microbatches, remat, whole, on_host, program.stages, program.rounds, program.batch
+            staged = (each for each in program.rewrites if isinstance(each, OneProgram))
+            ticking = next((replace(each, microbatches=form.microbatches) for each in staged), None)
+            how = form, whole, ticking, program.batch
             traced, facts, seconds = traced_of(*call, record.donate_argnums, axes, there, *how)
         assert traced is not None, "a strategy with its program"
         both = _with(strategy._pins, self.asked, traced, self.wanted is None)
@@ -166,14 +183,38 @@ def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
     return dict(pipeline.stages[0].record.mesh.shape) if mesh is None and cluster is None else mesh
 
 
+def _parts(stages: int | None, chunks: int | None, schedule: str | None) -> dict[str, Any]:
+    """What is asked of a pipeline's stages, and given.
+
+    Raises:
+        AutoshardError: there are no such stages, chunks or schedule.
+    """
+    if schedule in ONE_PROGRAM:
+        raise PipelineError(f"a what-if is of stages that are programs of their own, got schedule={schedule!r}. Search with it instead.")
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+        raise PipelineError(f"Each part of the devices has a whole number of chunks, 1 or more; got {chunks!r}. Use 2, for instance.")
+    asked = {"stages": checked("stages", stages), "chunks": chunks, "schedule": checked("schedule", schedule)}
+    return {name: value for name, value in asked.items() if value is not None}
+
+
 def _pipeline(
-    strategy: Plan, pipeline: PipelineRecord, asked: Asked, there: Cluster, mesh: Any, batch: int | None, n: int | None, limit: float | None
+    strategy: Plan, parts: dict[str, Any], asked: Asked, there: Cluster, mesh: Any, batch: int | None, n: int | None, limit: float | None
 ) -> Plan:
     """The pipeline of as many stages and chunks, on the same schedule, in ``n`` microbatches, with its stages searched again.
 
     Where nothing fits and no number is asked for, in those that a search finds.
+
+    Args:
+        parts: stages, chunks and schedule, where they are other ones.
     """
     traced, call, record = strategy._traced, strategy._call, strategy.record
+    pipeline = record.pipeline
+    if pipeline is None and "stages" not in parts:
+        raise StrategyError("chunks and schedules are of a pipeline's stages, and the strategy has none. Ask for stages= too.")
+    usual = {} if pipeline is None else {"stages": pipeline.n_parts, "chunks": pipeline.chunks, "schedule": pipeline.schedule}
+    if usual and not parts.keys().isdisjoint(("stages", "schedule")):
+        usual["chunks"] = None
+    wanted = usual | parts
     assert traced is not None and call is not None, "a strategy with its program"
     fn, args = call if batch is None else with_batch_size(strategy, batch)
     own, remat = strategy._pins, record.program.remat
@@ -184,14 +225,15 @@ def _pipeline(
 
     same = Request(
         cluster=there, mesh=mesh, asked=pins, memory_limit_bytes=limit, donate_argnums=record.donate_argnums,
-        microbatches=n or record.program.microbatches, remat=None if remat is None else remat.mode, schedule=pipeline.schedule,
+        microbatches=n or (record.program.microbatches if pipeline is not None else "fit"), remat=None if remat is None else remat.mode,
+        schedule=wanted.get("schedule"), chunks=wanted.get("chunks"),
         offload="optimizer" if record.program.offload else None,
     )  # fmt: skip
 
     def by(request: Request) -> Plan:
         def searched(searcher: Searcher) -> Plan:
             again = StageCall(fn, args, replace(request, searcher=searcher), silent, remat, own)
-            return in_stages(again, pipeline.n_parts, known)[0]
+            return in_stages(again, wanted["stages"], known)[0]
 
         return by_first_that_holds(searched)
 
@@ -299,4 +341,4 @@ def _asked_words(strategy: Plan, pins: Any, cluster: Any, mesh: Any, batch: Any,
     held = None if limit is None else format_bytes(limit)
     given: Sequence[tuple[str, Any]] = (("pins", pins), ("cluster", cluster), ("mesh", mesh), ("batch", size))
     asked = (*given, ("microbatches", microbatches), ("memory_limit_bytes", held))
-    return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or "searched again"
+    return ", ".join(f"{name}={value}" for name, value in asked if value is not None) or AGAIN

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -51,7 +52,7 @@ def names_of(tensors: Sequence[TensorRecord]) -> list[str]:
     return paths if len(set(paths)) == len(paths) else [f"{path} #{number}" for number, path in enumerate(paths)]
 
 
-def placed_leaves(leaves: Sequence, places: Sequence[Place]) -> list[jax.Array]:
+def placed_leaves(leaves: Sequence[Any], places: Sequence[Place]) -> list[jax.Array]:
     """The leaves as arrays of all processes: those on devices as they are, others put where they are wanted.
 
     Raises:

@@ -13,9 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 from autoshard.errors import CheckpointError, StrategyError
+from autoshard.reader import Node, parse
 from autoshard.run.structure import per_argument
 from autoshard.strategy import Record, from_json
-from autoshard.strategy.reader import Node, parse
 from autoshard.strategy.record import TensorRecord
 
 FORMAT = 1

@@ -44,7 +44,7 @@ class Checkpoints:
         for name, value in (("keep", keep), ("every", every)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name}= of checkpoints is a whole number from 1 up, got {value!r}. Write {name}=3, for instance.")
-        self.folder = absolute(folder)
+        self.folder: str = absolute(folder)
         check_folder(self.folder)
         self.keep = keep
         self.every = every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from autoshard.cli.options import check_writable, command, positive
 from autoshard.cli.terminal import progress, show, show_json
@@ -10,7 +11,7 @@ from autoshard.cli.terminal import progress, show, show_json
 OUT = "cluster.toml"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     what = "measure this machine's devices, and write a file for --cluster with the constants that fit"
     parser = command(commands, "calibrate", run, what, "autoshard calibrate --quick --out cluster.toml")

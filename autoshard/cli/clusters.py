@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from autoshard.cli.options import command
 from autoshard.cli.terminal import show, show_json
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     command(commands, "clusters", run, "list the devices that --cluster knows", "autoshard clusters")
 

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Sequence
 from glob import glob
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from autoshard.cli import (
@@ -20,7 +19,9 @@ from autoshard.cli import (
     explain,
     launch,
     lint,
+    mcp,
     pins,
+    reshard,
     search,
     strategies,
     sweep,
@@ -28,8 +29,11 @@ from autoshard.cli import (
     what_if,
 )
 from autoshard.cli.failure import describe
+from autoshard.version import __version__
 
-COMMANDS = (search, evaluate, explain, what_if, lint, verify, pins, compare, sweep, calibrate, clusters, strategies, launch, demo)
+COMMANDS = (
+    *(search, evaluate, explain, what_if, lint, verify, pins, compare, reshard, sweep, calibrate, clusters, strategies, launch, mcp, demo),
+)
 
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/*")  # as Linux shows them
 
@@ -103,16 +107,10 @@ def parser() -> argparse.ArgumentParser:
         epilog="Try: autoshard demo",
         allow_abbrev=False,
     )
-    whole.add_argument("--version", action="version", version=f"autoshard {_version()}")
+    whole.add_argument("--version", action="version", version=f"autoshard {__version__}")
     whole.set_defaults(run=None)
     commands = whole.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     for command in COMMANDS:
         command.add(commands)
     return whole
 
-
-def _version() -> str:
-    try:
-        return version("autoshard")
-    except PackageNotFoundError:  # run from a source tree that is not installed
-        return "(not installed)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from autoshard.cli.program import ProgramError, load
 from autoshard.cli.terminal import show, show_json
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     what = "put saved strategies side by side; of two, say what differs and what it costs"
     parser = command(
@@ -23,7 +23,7 @@ def add(commands) -> None:
         "compare",
         run,
         what,
-        "autoshard compare found.json data_parallel.json --program train:train_step --args train:example_args",
+        "autoshard compare found.json data_parallel.json",
     )
     parser.add_argument("strategies", metavar="FILE", nargs="+", help="files that --save wrote, or names that autoshard strategies lists")
     parser.add_argument(
@@ -31,7 +31,7 @@ def add(commands) -> None:
         metavar="MODULE:FUNCTION",
         action="append",
         default=[],
-        help="of two strategies their program, for what differs by layer; of two programs the option twice, in the order of the files",
+        help="of two strategies their program, where files lack what differs by layer; of two programs twice, in the order of the files",
     )
     parser.add_argument(
         "--args", metavar="MODULE:NAME", action="append", default=[], help="the program's arguments, as for autoshard search; once or twice"
@@ -41,7 +41,6 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Loads and compares."""
-    from autoshard.ask.comparing import compare
     from autoshard.explanation.explain import side_by_side, summary
 
     titles = _titles(options.strategies)
@@ -53,8 +52,7 @@ def run(options: argparse.Namespace) -> int:
     records = {title: record_of(path) for path, title in titles.items()}
     two = None
     if len(records) == 2:
-        first, second = records
-        two = compare(*_strategies([*records.values()], options), names=(first, second))
+        two = _compared(records, options)
     if options.json:
         rows = [{"strategy": path, **summary(record)} for path, record in zip(titles, records.values(), strict=True)]
         show_json(rows if two is None else {"strategies": rows, "difference": two.to_dict()})
@@ -66,16 +64,21 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _strategies(records: Sequence[Any], options: argparse.Namespace) -> list:
-    """Two strategies, with their programs where these are given."""
+def _compared(records: Mapping[str, Any], options: argparse.Namespace):
+    """The comparison of two strategies, by their files or by their programs where these are given."""
+    (first, before), (second, after) = records.items()
+    if not options.program:
+        from autoshard.explanation.comparison import comparison
+
+        return comparison(before, after, (first, second))
+    from autoshard.ask.comparing import compare
     from autoshard.ask.strategy import Strategy
 
-    strategies = [Strategy(record) for record in records]
-    if not options.program:
-        return strategies
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
         loaded = [load(program, args, options.devices) for program, args in zip(_both(options.program), _both(options.args), strict=True)]
-        return [one.with_program(function, *arguments) for one, (function, arguments) in zip(strategies, loaded, strict=True)]
+        pairs = zip((before, after), loaded, strict=True)
+        one, two = (Strategy(record).with_program(function, *arguments) for record, (function, arguments) in pairs)
+    return compare(one, two, names=(first, second))
 
 
 def _both(given: Sequence[str]) -> list[Any]:

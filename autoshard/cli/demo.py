@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from autoshard.cli.options import command, positive
 from autoshard.cli.terminal import progress, show, show_json
 
 STEPS = 30
 
+NEXT = """Next, the GPT in GPT-2's sizes on 16 TPU chips, which need not be there:
+  autoshard search autoshard.demo.gpt:train_step --args autoshard.demo.gpt:gpt_2_arguments --cluster v5e:4x4 --donate 0,1 --save found.json
+  autoshard explain found.json --html report.html --open
+Or your own: for a train.py with a function train_step and a tuple example_args of its arguments
+  autoshard search train:train_step --args train:example_args --cluster v5e:4x4
+`autoshard clusters` lists the devices that --cluster knows.
+"""
 
-def add(commands) -> None:
+
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     what = "shard and train a small GPT and LeNet-5 on 8 virtual CPU devices"
     parser = command(commands, "demo", run, what, "autoshard demo --steps 10")
@@ -40,4 +49,6 @@ def run(options: argparse.Namespace) -> int:
     wrong = [outcome.program.name for outcome in outcomes if not outcome.agrees]
     if wrong:
         print(f"autoshard demo: the sharded losses of {', '.join(wrong)} differ from the single-device ones.", file=sys.stderr)
+    elif not options.json:
+        print(NEXT)
     return 1 if wrong else 0

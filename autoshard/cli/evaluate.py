@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.found import finish
-from autoshard.cli.options import add_in_specs, add_program, check_writable, command, mesh
+from autoshard.cli.options import add_in_specs, add_program, check_request, command, mesh
 from autoshard.cli.program import load
 
 EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "evaluate", run, "say what a sharding of your own will cost", EXAMPLE)
     add_program(parser)
@@ -25,11 +26,11 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluates, saves, reports."""
+    check_request(options)
     from jax.sharding import PartitionSpec
 
     import autoshard
 
-    check_writable(options.save, "--save")
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
         strategy = autoshard.evaluate(

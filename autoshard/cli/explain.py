@@ -5,25 +5,22 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
-from autoshard.cli.found import record_of
-from autoshard.cli.options import SPEC_HELP, command
+from autoshard.cli.found import record_of, write_pages
+from autoshard.cli.options import SPEC_HELP, add_optional_function, add_page, command
 from autoshard.cli.options import spec as layout
 from autoshard.cli.program import load
 from autoshard.cli.terminal import show, show_json
 
-EXAMPLE = "autoshard explain found.json train:train_step --args train:example_args"
+EXAMPLE = "autoshard explain found.json --html report.html --open"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "explain", run, "say what a saved strategy does, and where the time of a step goes", EXAMPLE)
     parser.add_argument("strategy", metavar="FILE", help="a file that --save wrote, or a name that autoshard strategies lists")
-    parser.add_argument(
-        "program", metavar="MODULE:FUNCTION", nargs="?", help="its program, for compute by layer and line, and memory by group"
-    )
-    parser.add_argument("--args", metavar="MODULE:NAME", help="the program's arguments, as for autoshard search")
-    parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
+    add_optional_function(parser, "its program, for --tensor, and for files without what reports show")
     parser.add_argument(
         "--tensor",
         metavar="NAME",
@@ -34,25 +31,39 @@ def add(commands) -> None:
     parser.add_argument(
         "--details", action="store_true", help="add pictures of shards, results, the proof of optimality, and what the searcher did"
     )
-    parser.add_argument("--html", metavar="FILE", help="write a report that browsers open offline: timeline, memory, mesh, tables, graph")
+    add_page(parser)
     parser.add_argument("--trace", metavar="FILE.json", help="write the timeline of a step for ui.perfetto.dev")
 
 
 def run(options: argparse.Namespace) -> int:
     """Loads and explains; writes the report and the trace instead, where they are asked for."""
-    from jax.sharding import PartitionSpec
+    if options.program is None and (options.tensor is not None or options.spec is not None):
+        from autoshard.errors import StrategyError
 
-    strategy = strategy_of(options)
-    if options.html is not None or options.trace is not None:
-        page = strategy.report()
-        for path, save in ((options.html, page.save_html), (options.trace, page.save_trace)):
-            if path is not None:
-                save(path)
-                print(f"saved to {path}", file=sys.stderr)
-        return 0
-    report = strategy.explain(options.tensor, details=options.details, spec=None if options.spec is None else PartitionSpec(*options.spec))
-    show_json(report.to_json()) if options.json else show(report)
+        raise StrategyError(
+            "other layouts of a tensor are searched in its program. Name it: autoshard explain FILE MODULE:FUNCTION --args MODULE:NAME "
+            "--tensor NAME."
+        )
+    page = options.html is not None or options.trace is not None or options.open
+    if options.program is None:  # by the file alone, without JAX
+        from autoshard.explanation.explain import explain
+        from autoshard.report import report_of
+
+        record = record_of(options.strategy)
+        write_pages(report_of(record), options) if page else _show(explain(record, details=options.details), options)
+    else:
+        from jax.sharding import PartitionSpec
+
+        strategy, spec = strategy_of(options), None if options.spec is None else PartitionSpec(*options.spec)
+        if page:
+            write_pages(strategy.report(), options)
+        else:
+            _show(strategy.explain(options.tensor, details=options.details, spec=spec), options)
     return 0
+
+
+def _show(report, options: argparse.Namespace) -> None:
+    show_json(report.to_json()) if options.json else show(report)
 
 
 def strategy_of(options: argparse.Namespace):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 from autoshard.cli.terminal import show, show_json
 
@@ -29,7 +32,7 @@ def finish_frontier(frontier, options: argparse.Namespace) -> int:
 
 
 def _saved(strategy, options: argparse.Namespace):
-    """The strategy's record with the command that made it, written where the options say."""
+    """The strategy's record with the command that made it; it and its report are written where the options say."""
     from autoshard.ask.strategy import named
     from autoshard.strategy import save_record
 
@@ -41,13 +44,29 @@ def _saved(strategy, options: argparse.Namespace):
     if options.save:
         save_record(strategy.with_record(record).kept, options.save)
         print(f"saved to {options.save}", file=sys.stderr)
+    if options.html is not None or options.open:
+        write_pages(strategy.with_record(record).report(), options)
     return record
+
+
+def write_pages(page, options: argparse.Namespace) -> None:
+    """Writes the report, and the trace, where the options say, and opens the report in a browser where they ask for it."""
+    if options.open and options.html is None:
+        handle, options.html = tempfile.mkstemp(prefix="autoshard_", suffix=".html")
+        os.close(handle)
+    for path, save in ((options.html, page.save_html), (getattr(options, "trace", None), page.save_trace)):
+        if path is not None:
+            save(path)
+            print(f"saved to {path}", file=sys.stderr)
+    if options.open:
+        import webbrowser
+
+        if not webbrowser.open(Path(options.html).absolute().as_uri()):
+            print(f"no browser was found: open {options.html} in one.", file=sys.stderr)
 
 
 def record_of(name: str):
     """The record of a strategy file, or of a strategy of the library by its name."""
-    from pathlib import Path
-
     from autoshard import library
     from autoshard.errors import StrategyError
     from autoshard.strategy import load_record

@@ -1,4 +1,7 @@
-"""``autoshard launch``: one script in several processes of this machine, which `autoshard.distributed.initialize` joins."""
+"""``autoshard launch``: one script in several processes of this machine, which `autoshard.distributed.initialize` joins.
+
+With ``--write`` it prints the file with which a scheduler starts them on a cluster's machines instead.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ SAME_MOMENT_SECONDS = 1.0  # within which the ends of processes may be told in a
 STARTING = "autoshard launch: starting "
 WAIT_SECONDS = 10.0  # that a process may wait at its end, where `jax.distributed.shutdown` does, before a word is said
 RESUMED = 3  # times, where --resume stands alone
-VALUED = ("-n", "--processes", "--devices-per-process", "--log-dir", "--min-processes")
+FORMATS = ("slurm", "jobset", "ray", "sky")
+VALUED = ("-n", "--processes", "--devices-per-process", "--log-dir", "--min-processes", "--write", "--strategy", "--cluster")
 CHUNK = 2**16
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -41,16 +45,18 @@ class Stopped(BaseException):
         self.number = number
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
-    what = "run a script in several processes of this machine"
+    what = "run a script in several processes of this machine, or write the file that starts it on others"
     example = "autoshard launch -n 4 --devices-per-process 2 train.py --steps 100"
     parser = command(commands, "launch", run, what, example, reports=False)
     parser.usage = (
         "autoshard launch -n N [--devices-per-process K] [--log-dir DIR] [--resume [TIMES] [--min-processes M]] "
-        "(SCRIPT | -m MODULE) [ARGUMENT ...]"
+        "(SCRIPT | -m MODULE) [ARGUMENT ...]\n"
+        "       autoshard launch --write FORMAT (--strategy FILE | --cluster CLUSTER) (SCRIPT | -m MODULE) [ARGUMENT ...]"
     )
-    parser.add_argument("-n", "--processes", metavar="N", type=positive, required=True, help="how many processes")
+    parser.add_argument("-n", "--processes", metavar="N", type=positive, help="how many processes")
+    _add_written(parser)
     parser.add_argument(
         "--devices-per-process", metavar="K", type=positive, default=1, help="devices of each: GPUs in their order, or virtual CPU devices"
     )
@@ -74,6 +80,18 @@ def add(commands) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="calls autoshard.distributed.initialize() first")
 
 
+def _add_written(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--write",
+        metavar="FORMAT",
+        choices=FORMATS,
+        help="print what starts the script on a cluster, and run nothing: slurm (a batch script), jobset (a manifest for Kubernetes), "
+        "ray (a script of Ray Train), sky (a task of SkyPilot)",
+    )
+    parser.add_argument("--strategy", metavar="FILE", help="with --write: a strategy, for whose cluster it is written")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="with --write: the cluster, where there is no strategy")
+
+
 def with_defaults(arguments: Sequence[str]) -> list[str]:
     """The arguments after ``launch``, with the number of ``--resume`` spelt out; the script's own options are left alone.
 
@@ -91,6 +109,13 @@ def with_defaults(arguments: Sequence[str]) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     """Runs the processes to their end; the exit code of the first that fails, 128 and more where a signal ended it, or 0."""
     program = _program(options.script, options.module)
+    if options.write:
+        return _write(program, options)
+    if options.processes is None or options.strategy or options.cluster:
+        raise AutoshardError(
+            "a script runs in -n processes of this machine, or --write prints what starts it on the machines of --strategy or --cluster. "
+            "Give one of these."
+        )
     if options.min_processes is not None and (not options.resume or options.min_processes > options.processes):
         raise AutoshardError(
             f"--min-processes is how many processes --resume may go on with, 1 to {options.processes}; got {options.min_processes}"
@@ -115,6 +140,23 @@ def run(options: argparse.Namespace) -> int:
             left_out = f" without the last rank {index}, which failed twice in a row" if again else ""
             _announce(restart + 1, options.resume, left_out, logs[: len(places)])
     return code if code >= 0 else 128 - code
+
+
+def _write(program: Sequence[str], options: argparse.Namespace) -> int:
+    """Prints the file that starts the program on a cluster."""
+    from autoshard.cli.found import record_of
+    from autoshard.cli.job_files import WRITERS, Job
+    from autoshard.cluster import Cluster
+    from autoshard.cluster.hosts import hosts_of
+
+    if options.processes is not None or (options.strategy is None) == (options.cluster is None):
+        raise AutoshardError(
+            f"--write {options.write} takes the processes and their devices from --strategy or --cluster, one of them and no -n. "
+            "Name a strategy's file, or a cluster such as those that autoshard clusters lists."
+        )
+    cluster = Cluster.of(options.cluster) if options.strategy is None else Cluster.from_dict(record_of(options.strategy).cluster)
+    print(WRITERS[options.write](Job(hosts_of(cluster), cluster.name, program)), end="")
+    return 0
 
 
 def _attempt(program: Sequence[str], places: Sequence[int], options: argparse.Namespace, logs: Sequence[Path]) -> tuple[int, int]:

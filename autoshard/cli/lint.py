@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from autoshard.cli.options import add_function, add_in_specs, cluster_of, command, mesh, numbers
 from autoshard.cli.program import load
@@ -15,7 +16,7 @@ EXAMPLE = "autoshard lint train:train_step --args train:example_args --cluster v
 FAILED = 1  # the exit code
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "lint", run, "check a sharding of your own, with source lines and costs", EXAMPLE)
     add_function(parser)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import os
 import re
+from typing import Any
 
 from autoshard.options import OPTIONS
 
@@ -20,6 +22,19 @@ SPEC_HELP = (
 )
 
 
+class PrintSchema(argparse.Action):
+    """An option that prints the JSON Schema of its command's ``--json``, as ``--help`` prints help."""
+
+    def __init__(self, option_strings, dest, help=None):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        from importlib.resources import files
+
+        print((files("autoshard.cli") / "schemas" / f"{parser.prog.split()[-1]}.json").read_text(encoding="utf-8"), end="")
+        parser.exit()
+
+
 def command(commands, name: str, run, what: str, example: str, reports: bool = True) -> argparse.ArgumentParser:
     """A subcommand's parser, with the options that all have; ``--json`` only where there is a report."""
     parser = commands.add_parser(
@@ -32,6 +47,7 @@ def command(commands, name: str, run, what: str, example: str, reports: bool = T
     )
     if reports:
         parser.add_argument("--json", action="store_true", help="print JSON instead of a report")
+        parser.add_argument("--json-schema", action=PrintSchema, help="print the schema of that JSON and exit")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
     return parser
@@ -39,16 +55,29 @@ def command(commands, name: str, run, what: str, example: str, reports: bool = T
 
 def add_function(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Which program, with which arguments; ``more`` says more of these."""
-    parser.add_argument("program", metavar="MODULE:FUNCTION", help="the function to shard; modules are found from the current folder too")
+    parser.add_argument(
+        "program",
+        metavar="MODULE:FUNCTION",
+        type=reference,
+        help="the function to shard; modules are found from the current folder too",
+    )
     parser.add_argument(
         "--args",
         metavar="MODULE:NAME",
-        help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it"
-        + more,
+        type=reference,
+        help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it; "
+        f"jax.eval_shape makes shapes of what need not be computed{more}",
     )
     parser.add_argument(
         "--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds a mesh of its own"
     )
+
+
+def add_optional_function(parser: argparse.ArgumentParser, what: str) -> None:
+    """A program that a saved strategy may do without; ``what`` says what for."""
+    parser.add_argument("program", metavar="MODULE:FUNCTION", type=reference, nargs="?", help=what)
+    parser.add_argument("--args", metavar="MODULE:NAME", type=reference, help="the program's arguments, as for autoshard search")
+    parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
 
 
 def add_saved(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +103,13 @@ def add_program(parser: argparse.ArgumentParser) -> None:
         help=OPTIONS["donate_argnums"].help,
     )
     parser.add_argument("--save", metavar="FILE", help="write the strategy to a JSON file")
+    add_page(parser)
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """Where the report goes that browsers show."""
+    parser.add_argument("--html", metavar="FILE", help="write a report that browsers open offline: timeline, memory, mesh, tables, graph")
+    parser.add_argument("--open", action="store_true", help="open that report in a browser; without --html in a temporary file")
 
 
 def add_in_specs(parser: argparse.ArgumentParser, otherwise: str) -> None:
@@ -96,6 +132,14 @@ def check_writable(path: str | None, option: str) -> None:
         raise StrategyError(f"{option} names a file in a folder that exists, got {path!r}. Make the folder first, or name another file.")
 
 
+def check_request(options: argparse.Namespace) -> None:
+    """Raises an `AutoshardError` for files that could not be written and for what is no cluster, before a program is loaded."""
+    check_writable(options.save, "--save")
+    check_writable(getattr(options, "html", None), "--html")
+    if options.cluster is not None:
+        cluster_of(options.cluster)
+
+
 def cluster_of(text: str):
     """The cluster of its short form or of a TOML file."""
     from autoshard.cluster import Cluster
@@ -104,6 +148,18 @@ def cluster_of(text: str):
 
 
 # -- text forms: argparse prints the messages after the option's name ----------------------------------------------------
+
+
+def reference(text: str) -> str:
+    """The name of an object of a module, as it is.
+
+    >>> reference("train:train_step")
+    'train:train_step'
+    """
+    module, _, name = text.partition(":")
+    if not name or not all(part.isidentifier() for part in module.split(".")):
+        raise argparse.ArgumentTypeError(f"a program reads module:function, such as train:train_step, got {text!r}")
+    return text
 
 
 def mesh(text: str) -> dict[str, int]:
@@ -135,7 +191,11 @@ def spec(text: str) -> tuple[None | str | tuple[str, ...], ...]:
 
     >>> spec("data,None"), spec("(data+model),None"), spec("replicated")
     (('data', None), (('data', 'model'), None), ())
+    >>> spec("P(('data', 'model'), None)")  # as reports print it
+    (('data', 'model'), None)
     """
+    if text.strip().startswith("P("):
+        text = _unprinted(text)
     if text.strip() in ("replicated", ""):
         return ()
     entries: list[None | str | tuple[str, ...]] = []
@@ -151,7 +211,16 @@ def spec(text: str) -> tuple[None | str | tuple[str, ...], ...]:
     return tuple(entries)
 
 
-def path_spec(text: str) -> tuple[str, tuple]:
+def _unprinted(text: str) -> str:
+    """The short form of ``P(('data', 'model'), None)``; the text itself where it is no such spec."""
+    try:
+        entries = ast.literal_eval(f"[{text.strip().removeprefix('P(').removesuffix(')')}]")
+        return ",".join(str(entry) if entry is None else f"({'+'.join([entry] if isinstance(entry, str) else entry)})" for entry in entries)
+    except (SyntaxError, TypeError, ValueError):
+        return text
+
+
+def path_spec(text: str) -> tuple[str, tuple[Any, ...]]:
     """Path or pattern, and spec, of ``PATH=SPEC``.
 
     >>> path_spec("state['w']=model,None")

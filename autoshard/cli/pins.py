@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import add_saved, command
@@ -14,7 +15,7 @@ from autoshard.cli.terminal import progress, show_json
 EXAMPLE = "autoshard pins train:train_step --args train:example_args --strategy s.json"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "pins", run, "print a saved strategy as specs and constraints to paste", EXAMPLE)
     add_saved(parser)

@@ -18,7 +18,7 @@ class ProgramError(AutoshardError):
     """A program or its arguments cannot be loaded under the name that was given."""
 
 
-def load(program: str, args: str | None, devices: int | None = None) -> tuple[Callable, tuple]:
+def load(program: str, args: str | None, devices: int | None = None) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and its arguments. What the modules print while they load goes to stderr, since stdout is for our output.
 
     Args:
@@ -47,7 +47,7 @@ def load(program: str, args: str | None, devices: int | None = None) -> tuple[Ca
     return function, arguments
 
 
-def load_maker(program: str, args: str | None, devices: int | None = None) -> tuple[Callable, Callable[[int], tuple]]:
+def load_maker(program: str, args: str | None, devices: int | None = None) -> tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]:
     """The function, and the function of a batch size that makes its arguments.
 
     Raises:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.found import finish, finish_frontier
-from autoshard.cli.options import add_program, check_writable, command, positive
+from autoshard.cli.options import add_program, check_request, command, positive
 from autoshard.cli.program import load
 from autoshard.cli.terminal import progress
 from autoshard.options import OPTIONS
@@ -16,7 +17,7 @@ from autoshard.options import OPTIONS
 EXAMPLE = "autoshard search train:train_step --args train:example_args --cluster v5e:4x4 --donate 0 --save s.json"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "search", run, "find how to shard a program over a cluster", EXAMPLE)
     add_program(parser)
@@ -41,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     """Searches, saves, reports."""
     import autoshard
 
-    check_writable(options.save, "--save")
+    check_request(options)
     function, arguments = load(options.program, options.args, options.devices)
     with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
         given = asked(options)

@@ -6,9 +6,13 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from autoshard.cli.options import command
@@ -17,13 +21,13 @@ from autoshard.cli.terminal import show, show_json
 ACTIONS = ("list", "show", "verify", "refresh", "confirm")
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     what = "list, show, verify, make anew or confirm the strategies that come with autoshard"
     parser = command(commands, "strategies", run, what, "autoshard strategies list 'gpt*' --cluster 'v5e*'")
     parser.description = (
         f"{parser.description} verify says whether programs and predicted costs are still those of the files, with exit code 1 where one "
-        "is not. refresh searches these again, by the commands in the files, one after the other. confirm compiles those that no compiler "
+        "is not. refresh searches these again, by the commands in the files. confirm compiles those that no compiler "
         "has confirmed, for their clusters and without these, and records the compiled figures in the files; refresh keeps them where it "
         "finds the same strategy. All three run where the programs can be imported, as in a checkout."
     )
@@ -34,6 +38,7 @@ def add(commands) -> None:
         help="list (default), show, verify, refresh or confirm; names or patterns of strategies, all unless given",
     )
     parser.add_argument("--cluster", metavar="PATTERN", default="*", help="those on such clusters only, as v5e*")
+    parser.add_argument("--on", metavar="ray|ADDRESS", help="refresh, confirm: at the same time on a Ray cluster, else one after the other")
     parser.add_argument("--all", action="store_true", help="refresh: also what is reproduced; confirm: also what is confirmed")
 
 
@@ -81,7 +86,9 @@ def _against_experts(records: dict[str, Any]) -> dict[str, float | None]:
     """The step times in multiples of the experts', which need not be among the records."""
     from autoshard import library
 
-    return library.against_expert(records if len(records) == len(library.names()) else _chosen((), "*"))
+    names = {f"{library.group(record)}_{expert}" for record in records.values() for expert in library.EXPERTS}
+    experts = {name: library.load(name) for name in names.intersection(library.names()).difference(records)}
+    return library.against_expert({**records, **experts})
 
 
 def _table(records: dict[str, Any]):
@@ -158,45 +165,83 @@ def _refresh(records: dict[str, Any], options: argparse.Namespace) -> int:
     from autoshard.plan.confirm import with_confirmation_of
     from autoshard.strategy import save_record
 
-    failed = 0
+    failed, left = 0, list[str]()
     for name, words in _reproduced(records):
-        line = records[name].provenance.command
-        if not options.all and not words:
-            print(f"{name}: reproduced", file=sys.stderr)
-            continue
-        print(f"{name}: {line}", file=sys.stderr)
-        code = options.main(shlex.split(line)[1:])
+        print(f"{name}: {records[name].provenance.command if options.all or words else 'reproduced'}", file=sys.stderr)
+        left += [name] if options.all or words else []
+    tasks = [partial(_made_anew, options.main, records[name].provenance.command, os.getcwd()) for name in left]
+    for number, (code, text) in _each(tasks, options.on):
         failed |= code
         if code == 0:
-            save_record(with_confirmation_of(library.load(name), records[name]), library.path(name))
+            path = library.path(left[number])
+            path.write_text(text, "utf-8")
+            save_record(with_confirmation_of(library.load(left[number]), records[left[number]]), path)
     return int(bool(failed))
+
+
+def _made_anew(main: Callable[[list[str]], int], line: str, folder: str) -> tuple[int, str]:
+    """The exit code of a command in a folder, and the file that it saves."""
+    _as_in(folder)
+    words = shlex.split(line)[1:]
+    at = words.index("--save") + 1
+    with tempfile.TemporaryDirectory() as made:
+        saved = os.path.join(made, "found.json")
+        code = main([*words[:at], saved, *words[at + 1 :]])
+        return code, Path(saved).read_text("utf-8").replace(saved, words[at]) if code == 0 else ""  # which has its command
+
+
+def _as_in(folder: str) -> None:
+    """Makes this process, on whatever machine, find what one in a folder does, without what was learned of kernels there."""
+    os.environ["AUTOSHARD_CORRECTIONS"] = "off"
+    with suppress(OSError):  # another machine's, where programs are installed
+        os.chdir(folder)
+
+
+def _each(tasks: Sequence[Callable[[], Any]], on: str | None) -> Iterator[tuple[int, Any]]:
+    """The number and the result of each task, here or on Ray."""
+    if on is None:
+        yield from ((number, task()) for number, task in enumerate(tasks))
+    else:
+        from autoshard.ray_cluster import results_on_ray
+
+        yield from results_on_ray(tasks, on)
 
 
 def _confirm(records: dict[str, Any], options: argparse.Namespace) -> int:
     """Compiles strategies and records what the compiler makes of them; one that it refuses keeps its file, and the exit code is 1."""
     from autoshard import library
+    from autoshard.errors import AutoshardError
+    from autoshard.strategy import save_record
+
+    left = [name for name, record in records.items() if record.confirmation is None or options.all]
+    found = {name: (record, _confirmed(record)) for name, record in records.items() if name not in left}
+    for number, confirmation in _each([partial(_compiled, records[name], os.getcwd()) for name in left], options.on):
+        record = records[name := left[number]]
+        if isinstance(confirmation, AutoshardError):
+            found[name] = replace(record, confirmation=None), str(confirmation)
+        else:
+            record = replace(record, confirmation=confirmation)
+            save_record(record, library.path(name))
+            found[name] = record, _confirmed(record)
+        if not options.json:
+            print(f"{name}: {found[name][1]}", flush=True)
+    if options.json:
+        rows = ((name, *found[name]) for name in records)
+        show_json([{"strategy": name, "confirmed": record.confirmation is not None, "words": told} for name, record, told in rows])
+    return int(not all(record.confirmation is not None for record, _ in found.values()))
+
+
+def _compiled(record: Any, folder: str) -> Any:
+    """What a compiler makes of a strategy, in a folder from which its program can be imported; the error where it refuses it."""
     from autoshard.ask.strategy import Strategy
     from autoshard.errors import AutoshardError
     from autoshard.plan.confirm import confirmation_of
-    from autoshard.strategy import save_record
 
-    found = []
-    for name, record in records.items():
-        if record.confirmation is None or options.all:
-            try:
-                record = replace(record, confirmation=confirmation_of(Strategy(record), *_program(record)))
-                save_record(record, library.path(name))
-                told = _confirmed(record)
-            except AutoshardError as error:
-                record, told = replace(record, confirmation=None), str(error)
-        else:
-            told = _confirmed(record)
-        found.append({"strategy": name, "confirmed": record.confirmation is not None, "words": told})
-        if not options.json:
-            print(f"{name}: {told}", flush=True)
-    if options.json:
-        show_json(found)
-    return int(not all(each["confirmed"] for each in found))
+    _as_in(folder)
+    try:
+        return confirmation_of(Strategy(record), *_program(record))
+    except AutoshardError as error:
+        return error
 
 
 def _confirmed(record: Any) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
-from autoshard.cli.options import add_function, command, mesh_or_axes, numbers, path_price
+from autoshard.cli.options import add_function, cluster_of, command, mesh_or_axes, numbers, path_price
 from autoshard.cli.terminal import progress, show, show_json
 from autoshard.options import OPTIONS
 
@@ -15,7 +16,7 @@ PER_POINT = ("cluster", "mesh", "batch")  # of which a sweep has several
 EXAMPLE = "autoshard sweep train:train_step --args train:example_args --clusters v5e:4x4,h100:8x8 --batch 64,128 --donate 0"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "sweep", run, "compare clusters and batch sizes by time and by cost", EXAMPLE)
     add_function(parser, "; with --batch a function of the batch size")
@@ -30,6 +31,7 @@ def add(commands) -> None:
         "--price", metavar="DEVICE=PRICE", type=path_price, action="append", help="of a device-hour, such as h100=2.5; repeatable"
     )
     add_asked(parser, *(name for name in OPTIONS if name not in PER_POINT))
+    parser.add_argument("--on", metavar="ray|ADDRESS", help="search on a Ray cluster: that which is there, else one on this machine")
     parser.add_argument("--save", metavar="FOLDER", help="write strategies as they are found; those of an earlier sweep are kept")
 
 
@@ -38,6 +40,9 @@ def run(options: argparse.Namespace) -> int:
     import autoshard
     from autoshard.cli.program import load, load_maker
 
+    clusters = [cluster.strip() for cluster in options.clusters.split(",")]
+    for cluster in clusters:  # before the program is loaded
+        cluster_of(cluster)
     if options.batch:
         function, arguments = load_maker(options.program, options.args, options.devices)
     else:
@@ -46,13 +51,14 @@ def run(options: argparse.Namespace) -> int:
         result = autoshard.sweep(
             function,
             arguments,
-            clusters=[cluster.strip() for cluster in options.clusters.split(",")],
+            clusters=clusters,
             batches=options.batch,
             meshes=options.mesh or (None,),
             tokens_per_example=options.tokens_per_example,
             total=options.total,
             prices=dict(options.price) if options.price else None,
             save=options.save,
+            on=options.on,
             progress=callback,
             **asked(options, without=PER_POINT),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from typing import Any
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import add_saved, command
@@ -17,7 +18,7 @@ PARTS = 8
 EXAMPLE = "autoshard verify train:train_step --args train:example_args --strategy s.json --target shardy"
 
 
-def add(commands) -> None:
+def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     parser = command(commands, "verify", run, "hold a saved strategy against the partitioner or a compiler", EXAMPLE)
     parser.description = (

@@ -130,13 +130,14 @@ B300 = _entry(
 H20 = _entry(
     gpu(
         "h20",
-        **_rates(bf16=148 * T, f32=74 * T, f64=1 * T, fp8=296 * T),  # NVIDIA H20 product brief, dense: 148 bf16, 74 TF32, 296 int8 and fp8
+        # NVIDIA H20 product brief, dense: 148 bf16, 74 TF32, 296 int8 and fp8, 44 float32, 1 float64; as several resellers' pages have it
+        **_rates(bf16=148 * T, f32=74 * T, f64=1 * T, fp8=296 * T),
         vector=44 * T,
         memory=96 * G,  # 96 GB, 4.0 TB/s
         bandwidth=4000 * G,
-        host=64 * G,  # PCIe of generation 5, x16
+        host=64 * G,  # PCIe of generation 5, x16: estimate, as H100
         efficiency=HOPPER_EFFICIENCY,
-        processors=78,  # product brief
+        processors=78,  # as Geekbench counts them
         source="NVIDIA H20 product brief",
     ),
     domain=8,
@@ -150,14 +151,14 @@ H20 = _entry(
 L40S = _entry(
     gpu(
         "l40s",
-        # NVIDIA L40S datasheet, dense: 362 bf16, 183 TF32, 733 int8 and fp8; float64 at a 64th of 91.6 TF float32
-        **_rates(bf16=362 * T, f32=183 * T, f64=91.6 / 64 * T, fp8=733 * T),
+        # NVIDIA L40S datasheet, dense: 362.05 bf16, 183 TF32, 733 int8 and fp8; float64 at a 64th of 91.6 TF float32
+        **_rates(bf16=362.05 * T, f32=183 * T, f64=91.6 / 64 * T, fp8=733 * T),
         vector=91.6 * T,
         memory=48 * G,  # 48 GB GDDR6, 864 GB/s
         bandwidth=864 * G,
         host=32 * G,  # PCIe of generation 4, x16
         efficiency=A100_EFFICIENCY,  # estimate
-        processors=142,  # NVIDIA Ada architecture whitepaper
+        processors=142,  # datasheet: 142 RT cores, one in each
         source="https://www.nvidia.com/en-us/data-center/l40s/",
     ),
     domain=8,
@@ -172,8 +173,9 @@ MI300X_EFFICIENCY = 668 / 1300
 MI300X = _entry(
     gpu(
         "mi300x",
-        # AMD Instinct MI300X data sheet, dense: 1307 bf16, 654 TF32, 163.4 float64, 2615 int8 and fp8
-        **_rates(bf16=1307 * T, f32=654 * T, f64=163.4 * T, fp8=2615 * T),
+        # AMD Instinct MI300X data sheet, dense: 1307.4 bf16, 653.7 TF32, 163.4 float64, 2614.9 int8 and fp8. That is 304 compute units at
+        # 2.1 GHz of 2048, 1024, 256 and 4096 operations a clock (rocm.docs.amd.com, MI300 microarchitecture)
+        **_rates(bf16=1307.4 * T, f32=653.7 * T, f64=163.4 * T, fp8=2614.9 * T),
         vector=163.4 * T,
         memory=192 * G,  # 192 GB, 5.3 TB/s
         bandwidth=5300 * G,
@@ -192,7 +194,8 @@ MI300X = _entry(
 MI355X = _entry(
     gpu(
         "mi355x",
-        # AMD Instinct MI355X data sheet, dense: 2517 bf16, 5033 int8 and fp8, 157.3 float32 (it has no TF32), 78.6 float64
+        # AMD Instinct MI355X data sheet, dense: 2517 bf16, 5033 int8 and fp8, 157.3 float32 (it has no TF32), 78.6 float64. That is 256
+        # compute units (rocm.docs.amd.com, AMD GPU specifications) at 2.4 GHz of 4096, 8192 (AMD, ISSCC 2026), 256 and 128 a clock
         **_rates(bf16=2517 * T, f32=157.3 * T, f64=78.6 * T, fp8=5033 * T),
         vector=157.3 * T,
         memory=288 * G,  # 288 GB, 8 TB/s
@@ -213,21 +216,22 @@ ASCEND_EFFICIENCY = 0.8  # estimate
 ASCEND_910B = _entry(
     gpu(
         "ascend-910b",
-        # Published figures differ, 313 to 376 Tflop/s of float16, as dies are binned; those of a die of 910C (below) and of Atlas 800T A2
-        **_rates(bf16=376 * T, f32=94 * T, f64=1 * T, fp8=376 * T, int8=752 * T),  # float32 and float64: estimates; float8 is widened
-        vector=22 * T,  # estimate
+        # Published figures differ, 280 to 376 Tflop/s of bfloat16, as dies are binned; those of 910B2 in Huawei's CANN: 24 cubes of
+        # 16 x 16 x 16 multiplications at 1.8 GHz, twice as many of int8; 48 vector units of 64 float32 (Ascend910B2.ini)
+        **_rates(bf16=353.9 * T, f32=88 * T, f64=1 * T, fp8=353.9 * T, int8=707.8 * T),  # float32, float64: estimates; float8 is widened
+        vector=11 * T,
         memory=64 * G,  # 64 GB, 1.6 TB/s
         bandwidth=1600 * G,
         host=32 * G,  # PCIe of generation 4, x16: estimate
         efficiency=ASCEND_EFFICIENCY,
         processors=24,  # AI cores
-        source="Zuo et al., Serving LLMs on Huawei CloudMatrix384, 2025 (arXiv 2506.12708), of one die; Atlas 800T A2 user guide",
+        source="CANN, platform_config/Ascend910B2.ini; 64 GB and 1.6 TB/s: cann/ops-transformer, cross_platform_migration_guide",
     ),
     domain=8,
-    links=7 * 28 * G,  # Atlas 800T A2: HCCS full mesh, 392 GB/s both ways
-    card=25 * G,  # 200 Gb/s of RoCE a device
+    links=7 * 28 * G,  # estimate: HCCS joins 8 devices in a full mesh, 392 GB/s both ways
+    card=25 * G,  # estimate: 200 Gb/s of RoCE a device
     kinds=("Ascend 910B",),
-    source="Atlas 800T A2 user guide; latencies as NCCL's",
+    source="estimates; latencies as NCCL's",
 )
 
 ASCEND_910C = _entry(
@@ -235,7 +239,7 @@ ASCEND_910C = _entry(
         "ascend-910c",
         # CloudMatrix384, of the two dies of a chip: 752 Tflop/s of bfloat16, 1504 int8
         **_rates(bf16=752 * T, f32=188 * T, f64=2 * T, fp8=752 * T, int8=1504 * T),  # float32 and float64: estimates; float8 is widened
-        vector=44 * T,  # estimate
+        vector=23.5 * T,  # 23.5 of float16 a die (cann/ops-transformer, issue 5487), half of it float32
         memory=128 * G,  # 128 GB, 3.2 TB/s
         bandwidth=3200 * G,
         host=64 * G,  # estimate

@@ -1,4 +1,4 @@
-"""Clusters: the kind and number of devices, their topology and their interconnect."""
+"""Clusters: the kind and number of devices, their topology and their interconnect; and clusters of unequal parts, for pipelines."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ class Cluster:
         memory_limit_bytes: the part of a device's memory that a program may use.
         overlap: whether collectives run while the device computes.
         levels: the networks that join several such slices or groups of hosts, outermost first.
+        parts: of a mixed cluster its parts, of other devices or sizes, each of which has stages of a pipeline; its own figures are then
+            those of the first, with the least memory, and its level joins the parts.
 
     >>> cluster = Cluster.parse("h100:8x4")
     >>> cluster.n_devices, cluster.device.name
@@ -50,6 +52,9 @@ class Cluster:
     >>> slices = Cluster.parse("2*v5e:4x4")
     >>> slices.n_devices, slices.dimensions, slices.levels[0].name
     (32, (2, 4, 4), 'slices')
+    >>> mixed = Cluster.parse("a100:8x4+h100:8x2")
+    >>> mixed.n_devices, [part.name for part in mixed.parts]
+    (48, ['a100:8x4', 'h100:8x2'])
     """
 
     name: str
@@ -59,8 +64,9 @@ class Cluster:
     memory_limit_bytes: int
     overlap: bool
     levels: tuple[Level, ...] = ()
+    parts: tuple[Cluster, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.topology or any(size < 1 for size in self.topology):
             raise ClusterError(f"a cluster's topology is a list of positive sizes, got {self.topology} for {self.name!r}.")
         if self.n_devices > MOST_DEVICES:
@@ -83,6 +89,8 @@ class Cluster:
         Raises:
             ClusterError: an unknown device, or a topology that does not exist for it.
         """
+        if isinstance(text, str) and "+" in text:
+            return cls.joined([cls.parse(each) for each in text.split("+")])
         match = _TEXT.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
             raise ClusterError(
@@ -112,6 +120,30 @@ class Cluster:
             memory_limit_bytes=entry.available_bytes,
             overlap=entry.overlap,
             levels=levels,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Cluster]) -> Cluster:
+        """The mixed cluster of parts, each of equal devices, in the order of a pipeline's stages.
+
+        Raises:
+            ClusterError: there are fewer than two, or parts of another platform, or ones that nothing joins.
+        """
+        names = "+".join(part.name for part in parts)
+        entries = [CATALOGUE.get(part.device.name) for part in parts]
+        if len(parts) < 2 or len({part.device.kind for part in parts}) > 1 or any(part.parts for part in parts) or None in entries:
+            raise ClusterError(
+                f"a mixed cluster has two parts or more, of devices of one platform from the catalogue, got {names!r}. Use "
+                "'a100:8x4+h100:8x4', for instance."
+            )
+        level = min((entry.beyond for entry in entries if entry), key=lambda level: level.device_bytes_per_second)
+        return replace(
+            parts[0],
+            name=names,
+            memory_limit_bytes=min(part.memory_limit_bytes for part in parts),
+            overlap=all(part.overlap for part in parts),
+            levels=(replace(level, name="parts", size=len(parts)),),
+            parts=tuple(parts),
         )
 
     @classmethod
@@ -155,7 +187,7 @@ class Cluster:
             raise ClusterError(
                 f"a cluster of several slices has equal ones, and these {len(devices)} devices are slices of "
                 f"{', '.join('x'.join(map(str, shape)) for shape in shapes)}. Search for equal ones, cluster='2*v5e:4x4' say, and run the "
-                "strategy with devices=, the devices of those slices."
+                "strategy with devices=, the devices of those slices; or for a pipeline on both, cluster='v5e:4x4+v5e:2x4'."
             )
         return cls.parse(f"{len(slices)}*{entry.device.name}:{'x'.join(map(str, shapes[0]))}")
 
@@ -221,7 +253,13 @@ class Cluster:
         return cls.from_dict(data)
 
     def save(self, path: str | Path) -> None:
-        """Writes the TOML file that `load` reads."""
+        """Writes the TOML file that `load` reads.
+
+        Raises:
+            ClusterError: it is a mixed cluster, which is written by its short form alone.
+        """
+        if self.parts:
+            raise ClusterError(f"a file describes equal devices, and {self.name} has unequal parts. Write a file for each of them.")
         data = self.to_dict()
         tables: list[tuple[str, dict[str, Any]]] = [("", {k: v for k, v in data.items() if not isinstance(v, dict)})]
         for name in ("device", "interconnect"):
@@ -250,7 +288,8 @@ class Cluster:
             "overlap": self.overlap,
             "device": device,
             "interconnect": wires | {"protocols": [list(astuple(protocol)) for protocol in self.interconnect.protocols]},
-            **({"levels": [asdict(level) for level in self.levels]} if self.levels else {}),
+            **({"levels": [_level(level) for level in self.levels]} if self.levels else {}),
+            **({"parts": [part.to_dict() for part in self.parts]} if self.parts else {}),
         }
 
     @classmethod
@@ -260,7 +299,25 @@ class Cluster:
         Raises:
             ClusterError: a field is missing, unknown or of the wrong type.
         """
-        return record(cls, data, "the cluster")
+        parts = data.get("parts", ()) if isinstance(data, Mapping) else ()
+        found = record(cls, {name: value for name, value in data.items() if name != "parts"} if parts else data, "the cluster")
+        return replace(found, parts=tuple(map(cls.from_dict, parts))) if parts else found
+
+    def with_sums(self, sums: str) -> Cluster:
+        """The cluster whose outermost level is crossed by sums in a narrow type, ``bfloat16`` or ``int8``.
+
+        Raises:
+            ClusterError: it has no levels.
+
+        >>> Cluster.parse("2*v5e:4x4").with_sums("int8").levels[0].sums
+        'int8'
+        """
+        if not self.levels:
+            raise ClusterError(
+                f"sums are narrow between slices or pods, and {self.name} is one of them. Write '2*{self.name}' for two, or leave out "
+                "slow_reduction."
+            )
+        return replace(self, levels=(replace(self.levels[0], sums=sums), *self.levels[1:]))
 
     def part(self, n_parts: int) -> Cluster:
         """One of ``n_parts`` equal parts, each of neighbours: slices, hosts or rows first, then devices of a host or parts of a row.
@@ -271,9 +328,15 @@ class Cluster:
         >>> Cluster.parse("h100:8x4").part(2).name, Cluster.parse("v5e:4x4").part(8).name
         ('h100:8x2', 'v5e:1x2')
         """
+        if self.parts:
+            raise ClusterError(
+                f"equal parts are those of equal devices, and {self.name} is mixed: its {len(self.parts)} parts have stages of a pipeline. "
+                f"Use stages={len(self.parts)}, or a multiple."
+            )
         sizes = _parted(self.dimensions, n_parts)
         if sizes is None:
-            possible = [n for n in range(2, self.n_devices + 1) if _parted(self.dimensions, n) is not None]
+            dimensions, n_devices = self.dimensions, self.n_devices
+            possible = [n for n in range(2, n_devices + 1) if n_devices % n == 0 and _parted(dimensions, n) is not None]
             raise ClusterError(
                 f"equal parts of a cluster are whole rows of neighbours: {self.name} of dimensions {self.dimensions}, outermost first, has "
                 f"no {n_parts} of them. Use {format_alternatives(possible)}."
@@ -287,9 +350,33 @@ class Cluster:
         levels = tuple(replace(level, size=size) for level, size in zip(self.levels, outer, strict=True) if size > 1)
         return replace(self, name=_short(self.device.name, topology, levels), topology=topology, levels=levels)
 
+    def stage_parts(self, n_stages: int) -> tuple[Cluster, ...]:
+        """The devices of each of so many stages: equal parts, or of a mixed cluster as many of each of its parts.
+
+        Raises:
+            ClusterError: the devices cannot be divided so.
+
+        >>> [part.name for part in Cluster.parse("a100:8x4+h100:8x2").stage_parts(4)]
+        ['a100:8x2', 'a100:8x2', 'h100:8', 'h100:8']
+        """
+        if not self.parts:
+            return (self.part(n_stages),) * n_stages
+        if n_stages % len(self.parts):
+            raise ClusterError(
+                f"each part of a mixed cluster has as many stages: {self.name} has {len(self.parts)} parts, got {n_stages} stages. Use a "
+                f"multiple of {len(self.parts)}."
+            )
+        each = n_stages // len(self.parts)
+        return tuple(part.part(each) if each > 1 else part for part in self.parts for _ in range(each))
+
+    def between(self, n_stages: int) -> Cluster:
+        """A cluster whose network is that between so many stages: itself, or as many of a mixed cluster's first part on its level."""
+        level = replace(self.levels[0], size=n_stages) if self.parts else None
+        return self if level is None else replace(self.stage_parts(n_stages)[0], levels=(level,))
+
     @property
     def n_devices(self) -> int:
-        return math.prod(self.dimensions)
+        return sum(part.n_devices for part in self.parts) if self.parts else math.prod(self.dimensions)
 
     @property
     def _hosts(self) -> int:
@@ -297,6 +384,11 @@ class Cluster:
 
     def check(self, mesh: Mesh) -> None:
         """Raises `ClusterError` where a mesh does not cover the devices."""
+        if self.parts:
+            raise ClusterError(
+                f"one mesh has devices of one kind in a regular arrangement, and {self.name} is mixed: stages of a pipeline have a mesh "
+                f"each, on their part. Search for stages={len(self.parts)} or a multiple, without mesh=."
+            )
         if mesh.size != self.n_devices:
             raise ClusterError(
                 f"a mesh covers all devices: {self.name} has {self.n_devices}, the mesh {mesh or '()'} has {mesh.size}. "
@@ -332,6 +424,11 @@ class Cluster:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _level(level: Level) -> dict[str, Any]:
+    """A level as JSON values, as in files of versions that know no narrow sums where it has none."""
+    return {name: value for name, value in asdict(level).items() if name != "sums" or value}
 
 
 def _short(name: str, topology: Sequence[int], levels: Sequence[Level]) -> str:

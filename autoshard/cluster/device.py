@@ -36,6 +36,9 @@ class Device:
         clock_hertz: the clock in which a compiler estimates cycles; 0 where none does.
         low_share, high_share: between these multiples of the predicted step time eight in ten published runs on it took; 0.0: none is
             published.
+        late_share: by how many times the communication that is predicted to be hidden a step may take longer than that; 0.0: by none.
+        pair_error: how far the predicted ratio of two plans' step times is off, in half of the pairs of published runs of one model: plans
+            whose predicted times are nearer are equal; 0.0: none is published.
         host_bandwidth_bytes_per_second: one way, of the device's own link to its host's memory; 0 where it has none, or it is not known.
         source: where the figures come from.
     """
@@ -57,8 +60,10 @@ class Device:
     host_bandwidth_bytes_per_second: float = 0.0
     low_share: float = 0.0
     high_share: float = 0.0
+    late_share: float = 0.0
+    pair_error: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ClusterError(f"a device's kind is one of {KINDS}, got {self.kind!r} for {self.name!r}.")
         unknown = [name for name, _ in self.flops_per_second if name not in DTYPE_CLASSES]
@@ -76,6 +81,10 @@ class Device:
                 f"measured step times of device {self.name!r} are between low_share and high_share of the predicted ones, the lower one "
                 f"first, got {self.low_share} and {self.high_share}."
             )
+        if self.late_share < 0:
+            raise ClusterError(f"late_share of device {self.name!r} counts hidden communication, 0 times or more, got {self.late_share}.")
+        if not 0 <= self.pair_error < 1:
+            raise ClusterError(f"pair_error of device {self.name!r} is a share of a step time, from 0 up to 1, got {self.pair_error}.")
         shares = self.matrix_efficiency, self.memory_efficiency, self.kernel_efficiency
         if not all(0 < share <= 1 for share in shares):
             raise ClusterError(

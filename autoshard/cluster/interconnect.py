@@ -54,7 +54,7 @@ class Protocol:
     most_bytes_per_second: float = 0.0
     network_most_bytes_per_second: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.algorithm not in ALGORITHMS:
             raise ClusterError(f"a protocol's algorithm is one of {ALGORITHMS}, got {self.algorithm!r}.")
         if not self.share > 0 or min(self.launch_seconds, self.latency_seconds, self.network_latency_seconds) < 0:
@@ -94,7 +94,7 @@ class Interconnect:
     source: str = ""
     chip_bandwidth_bytes_per_second: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in WIRINGS:
             raise ClusterError(f"an interconnect's kind is one of {WIRINGS}, got {self.kind!r}.")
         if self.bandwidth_bytes_per_second <= 0 or min(self.latency_seconds, self.launch_seconds, self.network_latency_seconds) < 0:

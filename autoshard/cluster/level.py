@@ -12,6 +12,9 @@ from autoshard.errors import ClusterError
 
 WAYS = ("switch", "rails")
 
+WIDTHS = ("bfloat16", "int8")
+"""Types in which sums may cross a level."""
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -26,6 +29,7 @@ class Level:
         oversubscription: the bandwidth of all endpoints over what the network carries between the parts at once, at least 1.
         kind: ``switch``: each device reaches every other; ``rails``: those of its own number in other parts, and the rest through these.
         source: where the figures come from.
+        sums: the type in which sums of large arrays of floats cross it, ``bfloat16`` or ``int8``; empty: their own.
     """
 
     name: str
@@ -36,8 +40,9 @@ class Level:
     oversubscription: float = 1.0
     kind: str = "switch"
     source: str = ""
+    sums: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_second > 0:
             raise ClusterError(
                 f"a level of a cluster's network has a bandwidth: bandwidth_bytes_per_second of {self.name!r} is one way, of an endpoint "
@@ -45,6 +50,8 @@ class Level:
             )
         if self.kind not in WAYS:
             raise ClusterError(f"a level's kind is one of {WAYS}, got {self.kind!r} for {self.name!r}.")
+        if self.sums not in ("", *WIDTHS):
+            raise ClusterError(f"sums cross a level as they are, or in one of {WIDTHS}, got {self.sums!r} for {self.name!r}. Use one.")
         if self.size < 1 or self.sharing < 1 or self.oversubscription < 1 or self.latency_seconds < 0:
             raise ClusterError(
                 f"a level joins parts, whose endpoints devices share: size, sharing and oversubscription of {self.name!r} are at least 1, "

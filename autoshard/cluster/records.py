@@ -24,7 +24,7 @@ def merged_fields(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def record(cls: type, data: Any, what: str) -> Any:
+def record(cls: type[Any], data: Any, what: str) -> Any:
     """A record from its dict, each field checked against its annotation.
 
     Raises:

@@ -8,26 +8,27 @@ assumption for one that has not been studied; a target overrides the methods in 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
+from autoshard.analysis.demanded_precision import Demands
+from autoshard.analysis.partial_sums import PartialSums
 from autoshard.cluster import Device
-from autoshard.compilers.all_reduce_combiner import is_formed
-from autoshard.compilers.buffer_assignment import Buffers, Copy, buffers
+from autoshard.compilers.all_reduce_combiner import Sums, is_formed
+from autoshard.compilers.buffers import Buffers, Copy
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.grouped import Grouped, dense
-from autoshard.compilers.kernel_order import Orders, program_orders, shortest
+from autoshard.compilers.kernel_order import Lifetimes, Orders, program_orders, shortest
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.traffic import Traffic, traffic_by_op
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Graph, Layout, Op, Value
+from autoshard.ir import Assignment, Graph, Layout, Op, Rule, Value
+from autoshard.ir.naming import Names
 
-if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import ProgramFacts
-
-Options = Mapping[str, bool | int | float | str]
 Copies = Mapping[tuple[int, Layout], Copy]
 """Copies in other layouts, by value and layout."""
 Partials = Mapping[int, Step]
@@ -43,7 +44,7 @@ class Recomputed:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class Compiler(ABC):
     """The compiler of one device.
 
     Attributes:
@@ -64,6 +65,7 @@ class Compiler:
         drops_nan: the element types of which the largest or least of several devices' is a number, although one of them has NaN.
         fused_attention: JAX's fused attention kernel for it, by its name in `autoshard.rewrite.attention_kernels`; "" where there is none.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
+        options: with which every sharded step is compiled.
     """
 
     device: Device
@@ -83,6 +85,7 @@ class Compiler:
     fused_attention: ClassVar[str] = ""
     drops_nan: ClassVar[tuple[str, ...]] = ()
     bucket_limits: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[Mapping[str, str]] = {}
 
     # -- collectives --
 
@@ -160,9 +163,9 @@ class Compiler:
 
     # -- memory --
 
+    @abstractmethod
     def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
         """The buffers of a device in the order whose unsharded peak is least, and in other orders that the compiler may take."""
-        return (buffers(facts, assignment, copies, partials),)
 
     def recomputed(self, facts: ProgramFacts, held: Buffers, alone: Callable[[Kernel], bool], memory_bytes: float) -> Recomputed | None:
         """The kernels that it runs again until the peak is within its goal; None where it does not get there.
@@ -172,3 +175,97 @@ class Compiler:
             memory_bytes: the memory of a device.
         """
         return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramFacts:
+    """Facts of a program that no assignment changes.
+
+    Attributes:
+        graph, rules: the program.
+        compiler: whose fusions, orders and traffic these are.
+        names: what its values are called.
+        flops: per op index, the floating point operations of one execution, unsharded.
+        free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
+        fusion: which values are stored, and the kernels that make them.
+        orders: the lives of their buffers, in each of the orders that the compiler may take.
+        recomputes: whether something is computed again between barriers (``jax.checkpoint``).
+        traffic: per op index, the bytes that it moves to and from memory.
+        readers: per value, the op indices that read it (control flow reads the values that it hands to its bodies).
+        unawaited: per body that has any, the reductions that no product or loop waits for, itself or through others; and its products.
+        gradients: the products that no other product or loop waits for, as gradients of weights.
+        makers: per value, the index of the op that makes it; None where none does.
+        wanted: per value, whether an op reads it or the program returns it.
+        portable: per value, whether reading it in another layout stores nothing more: it is stored anyway, or computed from smaller values
+            wherever it is read.
+        settled: per value, whether its layout does not matter: it is free, or a scalar.
+        idle: per op index, whether it has a rule and all its results are free, so that it does not run.
+        alike: per op index, a number that ops share whose costs are equal under every choice.
+        sums: the partial sums that are only added up.
+        demands: the precision that is demanded of values.
+        single_rows: the values that are exchanged in float32 beside gathered ones that are not sent, with those.
+        combined: the sums, in the order in which they are combined.
+        table_lookups, lookups: the gathers of arguments' elements, and of those of computed values in memory.
+        looped_weights: the arguments of three dimensions or more that products in loops read as they are handed in, each with the loops.
+        added_to: the scatters that add to values in memory.
+        row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
+        sliced_alone: the arrays in memory whose slices only loops without products read or stack.
+        sending: the ops whose shards may send each other parts of their operands.
+        rings: the ops whose shards may send arrays round.
+        sorts: the sorts.
+        grouped: per op index, what the compiler makes of grouped products.
+        corrections: of predicted kernels, by what the compiler made of such kernels before.
+    """
+
+    graph: Graph
+    rules: tuple[Rule | None, ...]
+    compiler: Compiler
+    names: Names
+    flops: tuple[float, ...]
+    free: tuple[bool, ...]
+    fusion: Fusion
+    orders: Orders
+    recomputes: bool
+    traffic: tuple[Traffic, ...]
+    readers: tuple[tuple[int, ...], ...]
+    unawaited: tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]
+    gradients: frozenset[int]
+    makers: tuple[int | None, ...]
+    wanted: tuple[bool, ...]
+    portable: tuple[bool, ...]
+    settled: tuple[bool, ...]
+    idle: tuple[bool, ...]
+    alike: tuple[int, ...]
+    sums: PartialSums
+    demands: Demands
+    single_rows: dict[int, frozenset[int]]
+    combined: Sums
+    table_lookups: tuple[Op, ...]
+    lookups: tuple[Op, ...]
+    looped_weights: dict[int, tuple[int, ...]]
+    added_to: tuple[Op, ...]
+    row_updates: dict[int, tuple[int, ...]]
+    sliced_alone: frozenset[int]
+    sending: tuple[Op, ...]
+    rings: tuple[Op, ...]
+    sorts: tuple[Op, ...]
+    grouped: dict[int, Grouped]
+    corrections: Corrections = NO_CORRECTIONS
+
+    @property
+    def materialised(self) -> tuple[bool, ...]:
+        """Per value, whether it is in memory, stored or as a view of a stored one."""
+        return self.fusion.materialised
+
+    @property
+    def lifetimes(self) -> Lifetimes:
+        """The lives of buffers in the order of kernels whose unsharded peak is lowest."""
+        return self.orders.best
+
+    def in_order(self, times: Lifetimes) -> ProgramFacts:
+        """The same program with its kernels in another order."""
+        return replace(self, orders=replace(self.orders, best=times))
+
+    def corrected(self, corrections: Corrections) -> ProgramFacts:
+        """The same program with other corrections."""
+        return self if corrections is self.corrections else replace(self, corrections=corrections)

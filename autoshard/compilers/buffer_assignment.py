@@ -13,103 +13,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import chain
 
 import numpy as np
 
 from autoshard.compilers.all_reduce_combiner import COMBINED_BYTES
-from autoshard.compilers.kernel_order import Lifetimes, usage
+from autoshard.compilers.base import ProgramFacts
+from autoshard.compilers.buffers import Buffers, Copy, Held, Peak
+from autoshard.compilers.kernel_order import usage
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Layout, Op, operand_layout, shards
-
-if TYPE_CHECKING:
-    from autoshard.compilers.program_facts import ProgramFacts
-
-
-class CopiesOf(NamedTuple):
-    """The copies of a value in other layouts."""
-
-    value: int
-
-
-Buffer = int | CopiesOf
-"""What is stored, and pays a price on bytes: a value by its number, the partial result of an op as ``~op``, or copies of a value."""
-
-
-@dataclass(frozen=True, slots=True)
-class Peak:
-    """The largest number of bytes live at once on a device, and the buffers that it consists of.
-
-    Attributes:
-        nbytes: the sum of live buffers.
-        moment: when it is, as in `Lifetimes`.
-        alive: the values that are.
-        held: the bytes of each.
-        copies: the values that are alive in other layouts too, each with the bytes of such a copy.
-        partials: the ops whose results are not scattered yet, each with the bytes of those.
-        spare_bytes: by how much another assignment's short-lived values may exceed these, since fast memory has room for them.
-    """
-
-    nbytes: float
-    moment: int
-    alive: tuple[int, ...]
-    held: tuple[float, ...]
-    copies: tuple[tuple[int, float], ...]
-    partials: tuple[tuple[int, float], ...]
-    spare_bytes: float
-
-    @property
-    def charged(self) -> list[Buffer]:
-        """What pays a price on bytes: values, those with copies included, partial results, and copies; each kind in order."""
-        copied = sorted({value for value, _ in self.copies})
-        return [*sorted({*self.alive, *copied, *(~op for op, _ in self.partials)}), *map(CopiesOf, copied)]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """A value's copy in another layout: its bytes on a device, the ops that read it first and last, and whether it is rounded first."""
-
-    nbytes: float
-    first: int
-    last: int
-    rounded: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffers:
-    """The buffers of a device in one order of a program's kernels, and their lives.
-
-    Attributes:
-        times: the order, and the lives of the buffers of values in it; those come first.
-        copies: the values that are alive in other layouts too; their copies come next.
-        partials: the ops whose results are not scattered yet; those come then, and last buffers without a name.
-        held, born, dies: per buffer its bytes, the first moment of its life and the first after it.
-        usage: per moment the bytes of all that is alive.
-    """
-
-    times: Lifetimes
-    copies: tuple[int, ...]
-    partials: tuple[int, ...]
-    held: np.ndarray
-    born: np.ndarray
-    dies: np.ndarray
-    usage: np.ndarray
-
-    def peak(self, spare_bytes: float, moment: int | None = None) -> Peak:
-        """The fullest moment; or another one, by its number."""
-        moment = int(self.usage.argmax()) if moment is None else moment
-        n, m = len(self.times.values), len(self.times.values) + len(self.copies)
-        numbers = (*self.times.values, *self.copies, *self.partials)
-        alive = np.flatnonzero((self.born <= moment) & (self.dies > moment) & (self.held > 0))
-        return Peak(
-            nbytes=float(self.usage[moment]),
-            moment=moment,
-            alive=tuple(numbers[k] for k in alive if k < n),
-            held=tuple(float(self.held[k]) for k in alive if k < n),
-            copies=tuple((numbers[k], float(self.held[k])) for k in alive if n <= k < m),
-            partials=tuple((numbers[k], float(self.held[k])) for k in alive if m <= k < len(numbers)),
-            spare_bytes=spare_bytes,
-        )
+from autoshard.ir import Assignment, Layout, Op, computed_layout, exchanges, operand_layout, shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +42,7 @@ class Draft:
     copies: tuple[int, ...]
     partials: tuple[int, ...]
     sizes: list[float]
-    more: list[tuple[float, int, int]]
+    more: list[Held]
 
     def held(self) -> np.ndarray:
         """The bytes of each buffer."""
@@ -194,6 +107,7 @@ def buffers(
     moved += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     moved += scattered_apart(facts, assignment, share)
     moved += _expanded_rows(facts, assignment)
+    moved += chain(*of_rings(facts, assignment))
     draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
     return draft.placed(draft.held(), *draft.lives(times.born, times.dies))
 
@@ -269,7 +183,7 @@ def stored_partials(
     return found | {op: max(members, key=ends.__getitem__) for members in (whole, *(members for _, members in groups)) for op in members}
 
 
-def scattered_apart(facts: ProgramFacts, assignment: Assignment, share: Callable[[int], float]) -> Iterator[tuple[float, int, int]]:
+def scattered_apart(facts: ProgramFacts, assignment: Assignment, share: Callable[[int], float]) -> Iterator[Held]:
     """Bytes, birth and death of scatters into zeros, beyond the sums that they are added to: stored apart where sharded otherwise.
 
     So of a loss that looks up logits of a sharded vocabulary: XLA:GPU scatters into ``f32[4,1024,32768]`` and takes the half of that then.
@@ -282,7 +196,33 @@ def scattered_apart(facts: ProgramFacts, assignment: Assignment, share: Callable
             yield max(share(value) - share(fusion.root[total]), 0.0), int(times.born[place]), int(times.dies[place])
 
 
-def _expanded_rows(facts: ProgramFacts, assignment: Assignment) -> Iterator[tuple[float, int, int]]:
+def of_rings(facts: ProgramFacts, assignment: Assignment) -> tuple[list[Held], list[Held]]:
+    """The buffers of ops whose shards send arrays round (`autoshard.lower.ring`): those that are sent, and others.
+
+    There are two of each array that goes round, one to compute with and one on its way; a copy of each operand whose halves change places;
+    and two in float32 of each result that stays, before and after those of a block are added.
+    """
+    sent, others, sizes = list[Held](), list[Held](), assignment.mesh.sizes
+    for op in facts.rings:
+        rule, choice = facts.rules[op.index], assignment.choice(op.index)
+        sends = [send for factor, _ in exchanges(rule, choice, sizes) for send in rule.factors[factor].sends] if rule else []
+        if rule is None or not sends:
+            continue
+        n, lives = len(op.operands), (facts.lifetimes.starts[op.index], facts.lifetimes.ends[op.index])
+        layouts = [operand_layout(rule, choice, k) for k in range(n)]
+        layouts += [computed_layout(rule, choice, k) for k in range(len(op.results))]
+        values = [facts.graph.values[value] for value in (*op.operands, *op.results)]
+        nbytes = [value.nbytes / shards(layout, sizes) for value, layout in zip(values, layouts, strict=True)]
+        round_ = {send.tensor for send in sends if send.kind == "ring"}
+        moved = {send.tensor for send in sends if send.kind == "zigzag"}
+        sent += [(2 * nbytes[k], *lives) for k in sorted(round_)]
+        others += [(nbytes[k], *lives) for k in sorted(moved) if k < n]
+        single = np.dtype("float32").itemsize
+        others += 2 * [(nbytes[k] * single / values[k].itemsize, *lives) for k in range(n, len(values)) if k not in round_]
+    return sent, others
+
+
+def _expanded_rows(facts: ProgramFacts, assignment: Assignment) -> Iterator[Held]:
     """Bytes, birth and death of rows that are stored once for each group, from the first product that reads them to the last.
 
     Products that add up rows read them by group, all others by row: where several products read the same rows, these are stored in one of

@@ -10,14 +10,17 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.compilers.base import Compiler, Copies, Partials
-from autoshard.compilers.buffer_assignment import Buffers, buffers
+from autoshard.compilers.buffer_assignment import buffers
+from autoshard.compilers.buffers import Buffers
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
 from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.compilers.traffic import Traffic, traffic_by_op
 from autoshard.cost.reshard import Step
-from autoshard.ir import Assignment, Graph, Value
+from autoshard.ir import Assignment, Graph, Op, Value
 from autoshard.ir.collective import KINDS
+from autoshard.primitives import is_loop, is_matrix, is_view
 
 # Vector operations an element, where XLA:GPU (jaxlib 0.10.2, compiled for H100) weighs them otherwise. Of what a product and another kernel
 # read, in bfloat16 and float32, hyperbolic tangents, sines, cosines and powers are kept, logarithms of 1 + x in bfloat16 alone;
@@ -88,6 +91,36 @@ class XlaGpu(Compiler):
 
     def scatters(self, value: Value, step: Step, mesh: tuple[int, ...]) -> bool:
         return True  # evidence: parts of any size are scattered
+
+    def traffic(self, graph: Graph, fusion: Fusion) -> tuple[Traffic, ...]:
+        """With what loops move besides.
+
+        Stacks are filled with zeros. Libraries take whole arrays: slices of stacks are copied for products, and products into stacks.
+        """
+        ops, found = graph.walk(), list(traffic_by_op(graph, fusion))
+        makers = {value: op for op in ops for value in op.results}
+
+        def origin(value: int) -> int:
+            """The value that a view is of."""
+            while (op := makers.get(value)) is not None and is_view(op.primitive):
+                value = op.operands[0]
+            return value
+
+        def moved(op: Op, tensor: int, value: int, times: float) -> None:
+            more = tensor, times * graph.values[value].nbytes  # evidence: stacks on GPUs
+            found[op.index] = replace(found[op.index], passes=(*found[op.index].passes, more))
+
+        flows = [(each.value, flow) for loop in ops if is_loop(loop.primitive) for each in loop.holders for flow in each.sources]
+        for held, flow in flows:
+            if flow.inside and flow.shift < 0 and (maker := makers.get(made := origin(flow.value))) is not None:
+                place = len(maker.operands) + maker.results.index(made)
+                moved(maker, place, flow.value, 3.0 if is_matrix(maker.primitive) else 1.0)
+            if not flow.inside and flow.shift > 0:
+                products = (ops[reader] for reader in fusion.users[held] if is_matrix(ops[reader].primitive))
+                places = ((op, k) for op in products for k, operand in enumerate(op.operands) if origin(operand) == held)
+                if (place := next(places, None)) is not None:  # else what converts the slice reads it from the stack
+                    moved(*place, held, 2.0)
+        return tuple(found)
 
     def orders(self, graph: Graph, fusion: Fusion) -> Orders:
         """With an order in which gradients are computed while others are sent, and so after those of activations."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from autoshard.ir import Graph, Op, Value, is_transfer
 from autoshard.primitives import (
@@ -131,7 +132,7 @@ def trims(graph: Graph) -> dict[int, int]:
     return found
 
 
-def is_one_hot(op: Op, values: Sequence) -> bool:
+def is_one_hot(op: Op, values: Sequence[Any]) -> bool:
     """Whether a scatter puts one number a row, by an index of its own: compilers compare positions instead, in registers."""
     numbers = op.params.get("dimension_numbers")
     if not is_scatter(op.primitive) or numbers is None:

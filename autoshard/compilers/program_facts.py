@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
-from autoshard.analysis.demanded_precision import Demands, precision_demands
+from autoshard.analysis.demanded_precision import precision_demands
 from autoshard.analysis.partial_sums import PartialSums, partial_sums
 from autoshard.analysis.values import free_values, readers_of
-from autoshard.compilers.all_reduce_combiner import Sums, sums_of
+from autoshard.compilers.all_reduce_combiner import sums_of
+from autoshard.compilers.base import Compiler, ProgramFacts
 from autoshard.compilers.bf16_demotion import single_rows
-from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import fuse
-from autoshard.compilers.grouped import Grouped, expanded_traffic, is_grouped
-from autoshard.compilers.kernel_order import Lifetimes, Orders
+from autoshard.compilers.grouped import expanded_traffic, is_grouped
 from autoshard.compilers.op_patterns import Minor, recomputes, row_updates, sliced_alone
 from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import op_flops
@@ -23,104 +21,12 @@ from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.naming import Names
 from autoshard.primitives import is_collective, is_loop, is_matrix
 
-if TYPE_CHECKING:
-    from autoshard.compilers.base import Compiler
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ProgramFacts:
-    """Facts of a program that no assignment changes.
-
-    Attributes:
-        graph, rules: the program.
-        compiler: whose fusions, orders and traffic these are.
-        names: what its values are called.
-        flops: per op index, the floating point operations of one execution, unsharded.
-        free: per value, whether it is made of constants alone (the partitioner recomputes those wherever they are read).
-        fusion: which values are stored, and the kernels that make them.
-        orders: the lives of their buffers, in each of the orders that the compiler may take.
-        recomputes: whether something is computed again between barriers (``jax.checkpoint``).
-        traffic: per op index, the bytes that it moves to and from memory.
-        readers: per value, the op indices that read it (control flow reads the values that it hands to its bodies).
-        unawaited: per body that has any, the reductions that no product or loop waits for, itself or through others; and its products.
-        makers: per value, the index of the op that makes it; None where none does.
-        wanted: per value, whether an op reads it or the program returns it.
-        portable: per value, whether reading it in another layout stores nothing more: it is stored anyway, or computed from smaller values
-            wherever it is read.
-        settled: per value, whether its layout does not matter: it is free, or a scalar.
-        idle: per op index, whether it has a rule and all its results are free, so that it does not run.
-        alike: per op index, a number that ops share whose costs are equal under every choice.
-        sums: the partial sums that are only added up.
-        demands: the precision that is demanded of values.
-        single_rows: the values that are exchanged in float32 beside gathered ones that are not sent, with those.
-        combined: the sums, in the order in which they are combined.
-        table_lookups, lookups: the gathers of arguments' elements, and of those of computed values in memory.
-        looped_weights: the arguments of three dimensions or more that products in loops read as they are handed in, each with the loops.
-        added_to: the scatters that add to values in memory.
-        row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
-        sliced_alone: the arrays in memory whose slices only loops without products read or stack.
-        sending: the ops whose shards may send each other parts of their operands.
-        sorts: the sorts.
-        grouped: per op index, what the compiler makes of grouped products.
-        corrections: of predicted kernels, by what the compiler made of such kernels before.
-    """
-
-    graph: Graph
-    rules: tuple[Rule | None, ...]
-    compiler: Compiler
-    names: Names
-    flops: tuple[float, ...]
-    free: tuple[bool, ...]
-    fusion: Fusion
-    orders: Orders
-    recomputes: bool
-    traffic: tuple[Traffic, ...]
-    readers: tuple[tuple[int, ...], ...]
-    unawaited: tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]
-    makers: tuple[int | None, ...]
-    wanted: tuple[bool, ...]
-    portable: tuple[bool, ...]
-    settled: tuple[bool, ...]
-    idle: tuple[bool, ...]
-    alike: tuple[int, ...]
-    sums: PartialSums
-    demands: Demands
-    single_rows: dict[int, frozenset[int]]
-    combined: Sums
-    table_lookups: tuple[Op, ...]
-    lookups: tuple[Op, ...]
-    looped_weights: dict[int, tuple[int, ...]]
-    added_to: tuple[Op, ...]
-    row_updates: dict[int, tuple[int, ...]]
-    sliced_alone: frozenset[int]
-    sending: tuple[Op, ...]
-    sorts: tuple[Op, ...]
-    grouped: dict[int, Grouped]
-    corrections: Corrections = NO_CORRECTIONS
-
-    @property
-    def materialised(self) -> tuple[bool, ...]:
-        """Per value, whether it is in memory, stored or as a view of a stored one."""
-        return self.fusion.materialised
-
-    @property
-    def lifetimes(self) -> Lifetimes:
-        """The lives of buffers in the order of kernels whose unsharded peak is lowest."""
-        return self.orders.best
-
-    def in_order(self, times: Lifetimes) -> ProgramFacts:
-        """The same program with its kernels in another order."""
-        return replace(self, orders=replace(self.orders, best=times))
-
-    def corrected(self, corrections: Corrections) -> ProgramFacts:
-        """The same program with other corrections."""
-        return self if corrections is self.corrections else replace(self, corrections=corrections)
-
 
 def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compiler) -> ProgramFacts:
     """The facts of a program; O(n log n) in its size."""
     values = graph.values
     readers = readers_of(graph)
+    awaited = _awaited(graph, readers)
     returned = frozenset(graph.results)
     free = tuple(free_values(graph))
     demands = precision_demands(graph)
@@ -150,7 +56,8 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         recomputes=any(map(recomputes, graph.walk())),
         traffic=traffic,
         readers=tuple(map(tuple, readers)),
-        unawaited=_unawaited(graph, rules, readers),
+        unawaited=_unawaited(graph, rules, awaited),
+        gradients=frozenset(op.index for op in graph.walk() if is_matrix(op.primitive) and not awaited[op.index]),
         makers=tuple(map(makers.get, range(len(values)))),
         wanted=wanted,
         portable=_portable(graph, free, fusion.materialised),
@@ -168,6 +75,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         row_updates=row_updates(graph),
         sliced_alone=frozenset(fusion.root[value] for value in sliced_alone(graph) if _same_rows(graph, fusion, value)),
         sending=tuple(op for op, _ in sending),
+        rings=tuple(op for op in graph.walk() if _goes_round(rules[op.index])),
         sorts=tuple(op for op in graph.walk() if op.primitive == "sort"),
         grouped=grouped,
     )
@@ -183,6 +91,11 @@ def _sent_operands(op: Op, rule: Rule | None) -> list[int]:
     return sorted({send.tensor for factor in rule.factors for send in factor.sends if send.tensor < len(op.operands)}) if rule else []
 
 
+def _goes_round(rule: Rule | None) -> bool:
+    """Whether shards send arrays round."""
+    return rule is not None and any(send.kind == "ring" for factor in rule.factors for send in factor.sends)
+
+
 def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """See `ProgramFacts.looped_weights`."""
     ops, arguments, found = graph.walk(), frozenset(graph.arguments), {}
@@ -194,15 +107,20 @@ def _looped_weights(graph: Graph, fusion: Fusion, readers: Sequence[Sequence[int
     return found
 
 
-def _unawaited(
-    graph: Graph, rules: tuple[Rule | None, ...], readers: Sequence[Sequence[int]]
-) -> tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]:
-    """See `ProgramFacts.unawaited`."""
+def _awaited(graph: Graph, readers: Sequence[Sequence[int]]) -> list[bool]:
+    """Per op, whether a product or a loop waits for it, itself or through others."""
     ops = graph.walk()
     awaited = [False] * len(ops)
     for op in reversed(ops):
         after = {reader for value in op.results for reader in readers[value]}
         awaited[op.index] = any(awaited[reader] or bool(ops[reader].bodies) or is_matrix(ops[reader].primitive) for reader in after)
+    return awaited
+
+
+def _unawaited(
+    graph: Graph, rules: tuple[Rule | None, ...], awaited: Sequence[bool]
+) -> tuple[tuple[tuple[Op, ...], tuple[Op, ...]], ...]:
+    """See `ProgramFacts.unawaited`."""
 
     def of(body: tuple[Op, ...]) -> Iterator[tuple[tuple[Op, ...], tuple[Op, ...]]]:
         products = tuple(op for op in body if is_matrix(op.primitive))

@@ -37,7 +37,8 @@ from typing import TypeVar
 import numpy as np
 
 from autoshard.cluster import Link, Protocol, join
-from autoshard.cost.levels import Line, fastest, lines_on_levels
+from autoshard.cost.levels import PERMUTES, SHIFT, Line, fastest, lines_on_levels
+from autoshard.cost.narrow_sums import LEAST_BYTES
 
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "collective_permute")
 
@@ -57,35 +58,47 @@ class Communication:
 
     links: tuple[Link, ...]
     shares: Mapping[str, float] = field(default_factory=dict)
-    _lines: dict[tuple[str, frozenset[int], Groups | None], tuple[Line, ...]] = field(default_factory=dict, repr=False)
+    _lines: dict[tuple[str, frozenset[int], Groups | None, float], tuple[Line, ...]] = field(default_factory=dict, repr=False)
 
-    def seconds(self, kind: str, nbytes: Bytes, axes: tuple[int, ...], groups: Groups | None = None) -> Bytes:
+    def seconds(self, kind: str, nbytes: Bytes, axes: tuple[int, ...], groups: Groups | None = None, itemsize: float = 0.0) -> Bytes:
         """Seconds of one collective over the given axes jointly; elementwise where ``nbytes`` is an array.
 
         Args:
-            kind: one of `COLLECTIVES`.
+            kind: one of `COLLECTIVES`, or `SHIFT`.
             nbytes: the larger of operand and result of one device.
             axes: numbers of the mesh axes, in any order.
             groups: of a collective in each of several groups of one axis' devices; None: among all of them.
+            itemsize: bytes of a number of a sum that may cross levels in a narrow type; 0: it stays as it is.
         """
-        key = (kind, frozenset(axes), groups)
+        is_small = np.asarray(nbytes) < LEAST_BYTES if itemsize and self.is_narrow else np.True_
+        if is_small.any() and not is_small.all():
+            narrow = self.seconds(kind, np.maximum(nbytes, LEAST_BYTES), axes, groups, itemsize)
+            return np.where(is_small, self.seconds(kind, nbytes, axes, groups), narrow)  # pyright: ignore[reportReturnType] (both are arrays)
+        itemsize = 0.0 if is_small.any() else itemsize
+        key = (kind, frozenset(axes), groups, itemsize)
         lines = self._lines.get(key)
         if lines is None:
             share = self.shares.get(kind, 1.0)
-            lines = self._lines[key] = tuple((fixed * share, each * share) for fixed, each in self._find(kind, sorted(key[1]), groups))
+            found = self._find(kind, sorted(key[1]), groups, itemsize)
+            lines = self._lines[key] = tuple((fixed * share, each * share) for fixed, each in found)
         least = _on(lines[0], nbytes)
         for line in lines[1:]:
             other = _on(line, nbytes)
             least = np.minimum(least, other) if isinstance(least, np.ndarray) else min(least, other)
         return least
 
+    @property
+    def is_narrow(self) -> bool:
+        """Whether sums cross a level in a narrow type."""
+        return bool(self.links) and any(level.sums for level in self.links[0].levels)
+
     def link(self, axes: Iterable[int]) -> Link:
         """The link of a collective over the given axes jointly."""
         return join([self.links[axis] for axis in axes])
 
-    def _find(self, kind: str, axes: list[int], groups: Groups | None) -> tuple[Line, ...]:
+    def _find(self, kind: str, axes: list[int], groups: Groups | None, itemsize: float) -> tuple[Line, ...]:
         """The lines of the protocols of a collective, without dominated ones."""
-        if kind not in COLLECTIVES:
+        if kind not in (*COLLECTIVES, SHIFT):
             raise ValueError(f"a collective is one of {COLLECTIVES}, got {kind!r}.")
         sending = [axis for axis in axes if self.links[axis].size > 1]
         if not sending:
@@ -93,14 +106,14 @@ class Communication:
         link = self.link(sending)
         if groups is not None:
             link = link.part(*groups) or link
-        return lines_on_levels(kind, link, lines_within)
+        return lines_on_levels(kind, link, lines_within, itemsize)
 
 
 def lines_within(kind: str, link: Link) -> tuple[Line, ...]:
     """The lines of the protocols of a collective within one part of a cluster, without dominated ones."""
     if link.size == 1:
         return ((0.0, 0.0),)
-    if kind in ("all_to_all", "collective_permute"):
+    if kind in ("all_to_all", *PERMUTES):
         return (_exchange(kind, link),)
     protocols = [_protocol(kind, link, protocol) for protocol in link.interconnect.protocols]
     return fastest([_ring(kind, link, link.bandwidth_bytes_per_second), *filter(None, protocols)])
@@ -119,6 +132,9 @@ def _exchange(kind: str, link: Link) -> Line:
     if kind == "all_to_all":
         arrives = (link.size - 1) / link.size
         return link.launch_seconds + latency, 1 / link.exchange_bandwidth_bytes_per_second + arrives * _copy(link)
+    if kind == SHIFT:
+        hop = wires.latency_seconds if wires.kind == "torus" else latency
+        return link.launch_seconds + hop, 1 / link.shift_bandwidth_bytes_per_second + _copy(link)
     # the permutation is unknown here: half of the data is taken to cross the bisection, as in an all_to_all
     slowest = min(link.exchange_bandwidth_bytes_per_second, link.shift_bandwidth_bytes_per_second)
     return link.launch_seconds + latency, 1 / slowest + _copy(link)

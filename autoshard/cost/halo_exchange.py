@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoshard.cost.collectives import Communication
+from autoshard.cost.collectives import SHIFT, Communication
 from autoshard.cost.reshard import Step
 from autoshard.ir import Choice, Mesh, Rule, Value, computed_layout, exchanges, operand_layout, shard_counts
+
+PERMUTE = "collective_permute"
 
 
 def exchange_steps(
@@ -35,10 +37,17 @@ def exchange_steps(
             shape, dims = list(local[send.tensor]), (*rule.operands, *rule.results)[send.tensor]
             if (dim := next((d for d, members in enumerate(dims) if factor in members), -1)) >= 0 and send.count:
                 shape[dim] = send.count
-                if send.kind == "collective_permute":
+                if send.kind == PERMUTE:
                     local[send.tensor][dim] += send.count
             sent = tensors[send.tensor].itemsize * math.prod(shape)
             nbytes = sent * math.prod(mesh.sizes[axis] for axis in axes) if send.kind == "all_gather" else sent
             layout = layouts_of[send.tensor]
-            steps.append(Step(send.kind, axes, layout, layout, nbytes, float(communication.seconds(send.kind, nbytes, axes))))
+            if send.kind == "ring":
+                hops = math.prod(mesh.sizes[axis] for axis in axes) - 1
+                seconds = hops * float(communication.seconds(SHIFT, sent, axes))
+                steps.append(Step(PERMUTE, axes, layout, layout, sent, seconds, hops=hops))
+            elif send.kind == "zigzag":
+                steps += 2 * [Step(PERMUTE, axes, layout, layout, sent / 2, float(communication.seconds(PERMUTE, sent / 2, axes)))]
+            else:
+                steps.append(Step(send.kind, axes, layout, layout, nbytes, float(communication.seconds(send.kind, nbytes, axes))))
     return tuple(steps)

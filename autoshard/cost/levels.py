@@ -26,6 +26,13 @@ import math
 from collections.abc import Callable, Iterable
 
 from autoshard.cluster import Level, Link
+from autoshard.cost.narrow_sums import SUMS
+from autoshard.cost.narrow_sums import share as share_of
+
+SHIFT = "shift"
+"""A collective_permute to the next device."""
+
+PERMUTES = ("collective_permute", SHIFT)
 
 Line = tuple[float, float]
 """Seconds of an empty collective, and seconds a byte."""
@@ -34,13 +41,14 @@ Lines = tuple[Line, ...]
 Within = Callable[[str, Link], Lines]
 
 
-def lines_on_levels(kind: str, link: Link, within: Within) -> Lines:
+def lines_on_levels(kind: str, link: Link, within: Within, itemsize: float = 0.0) -> Lines:
     """The lines of a collective on a link.
 
     Args:
         kind: of the collective.
         link: that may cross levels.
         within: gives the lines on a link that crosses none.
+        itemsize: bytes of a number of a sum that crosses levels in the type that they have for sums; 0: it stays as it is.
     """
     inside, crossed = link.inside, link.crossed
     m, is_torus = inside.size, link.interconnect.kind == "torus"
@@ -52,7 +60,9 @@ def lines_on_levels(kind: str, link: Link, within: Within) -> Lines:
         level, e = crossed[-n]
         below = m * math.prod(extent for _, extent in crossed[len(crossed) - n + 1 :])
         across = _across(kind, level, e, link)
-        if kind == "collective_permute":
+        if kind in SUMS:
+            across = across[0], across[1] * share_of(level, itemsize)
+        if kind in PERMUTES:
             return _slower(lines(kind, n - 1), across)
         if kind == "all_to_all" and is_torus:
             return ((across[0], (below * e - 1) / (below * e) / level.device_bytes_per_second),)
@@ -84,7 +94,7 @@ def _across(kind: str, level: Level, e: int, link: Link) -> Line:
     """The line of a collective among one device of each of ``e`` parts."""
     rate = level.device_bytes_per_second
     launch = link.launch_seconds
-    if kind == "collective_permute":
+    if kind in PERMUTES:
         return launch + level.latency_seconds, 1 / rate
     passes = 2 if kind == "all_reduce" else 1
     steps = 1 if kind == "all_to_all" else math.ceil(math.log2(e))

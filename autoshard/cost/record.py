@@ -42,6 +42,7 @@ class Cost:
         transform_flops: those of Fourier transforms, 5 n log2 n for n points, half of it for real numbers.
         low_share, high_share: between these multiples of the predicted time eight in ten published steps on such devices took; 0.0: none
             is published.
+        late_share: by how many times the hidden communication a step may take longer than ``high_share`` says.
         skipped_flops: what compilers count of grouped products beyond ``flops``: rows times other groups' matrices, which kernels skip.
     """
 
@@ -59,11 +60,15 @@ class Cost:
     skipped_flops: float = 0.0
     low_share: float = 0.0
     high_share: float = 0.0
+    late_share: float = 0.0
 
     @property
     def interval_seconds(self) -> tuple[float, float] | None:
         """The step times between which a measured one is expected in eight of ten runs; None for devices of which no runs are published."""
-        return (self.makespan_seconds * self.low_share, self.makespan_seconds * self.high_share) if self.high_share else None
+        if not self.high_share:
+            return None
+        late = self.late_share * max(self.communication_seconds - self.exposed_communication_seconds, 0.0)
+        return self.makespan_seconds * self.low_share, self.makespan_seconds * self.high_share + late
 
     @property
     def compiled_flops(self) -> float:

@@ -33,7 +33,7 @@ import numpy as np
 
 from autoshard.cost.collectives import Communication, Groups
 from autoshard.cost.permute import exchange_axes
-from autoshard.ir import Layout, Mesh, divides, layout_number, layouts, shard_counts, shards
+from autoshard.ir import Layout, Mesh, Rule, Value, divides, layout_number, layouts, shard_counts, shards
 
 # Added per move where paths are compared, never reported: below any latency, and far above rounding at a second's scale.
 TIE_SECONDS = 1e-12
@@ -53,6 +53,8 @@ class Step:
         trips: executions that the compiler merges into one, of which ``seconds`` is one's share; 0: it is merged into another collective.
         compiled_nbytes: bytes of the compiler's collective; 0: ``nbytes``.
         groups: of a collective in each of several groups of one axis' devices, their size and the distance of their devices.
+        itemsize: bytes of a number of a sum that may cross levels in a narrow type (`autoshard.cost.narrow_sums`); else 0.
+        hops: of what goes round all shards, in so many permutes while they compute; else 0.
     """
 
     kind: str
@@ -65,6 +67,8 @@ class Step:
     trips: int = 1
     compiled_nbytes: float = 0.0
     groups: Groups | None = None
+    itemsize: float = 0.0
+    hops: int = 0
 
 
 ReshardPath = Callable[[int, Layout, Layout], Sequence[Step]]
@@ -249,8 +253,36 @@ def reduction_steps(
         nbytes = _nbytes(shape, itemsize) / shards(before, mesh.sizes)
         if kind == "all_gather":
             nbytes *= math.prod(mesh.sizes[axis] for axis in axes)
-        steps.append(Step(kind, axes, before, after, nbytes, float(communication.seconds(kind, nbytes, axes))))
+        own = itemsize if kind != "all_gather" else 0.0
+        seconds = float(communication.seconds(kind, nbytes, axes, itemsize=own))
+        steps.append(Step(kind, axes, before, after, nbytes, seconds, itemsize=own))
     return tuple(steps)
+
+
+def combined_bytes(
+    rule: Rule, choices: np.ndarray, result: int, value: Value, sizes: tuple[int, ...]
+) -> Iterator[list[tuple[str, tuple[int, ...], np.ndarray, np.ndarray]]]:
+    """The collectives of `reduction_steps` under many choices ``(n, n_axes, 2)``, for each set of them with the same ones.
+
+    Of each its kind and axes, the positions of the choices and its bytes under each.
+    """
+    factors, scatters = choices[:, :, 0], choices[:, :, 1]
+    reduced = np.array([factor.kind == "reduction" for factor in rule.factors] + [False])[factors]  # the last entry is for no factor
+    dim_of = np.full(len(rule.factors) + 1, -1)
+    for dim, members in enumerate(rule.results[result]):
+        dim_of[list(members)] = dim
+    parts = np.where(dim_of[factors] >= 0, np.array(sizes, np.int64), 1).prod(axis=1)
+    kinds = np.where(reduced, factors * (value.rank + 1) + scatters + 2, 0)
+    distinct, which = np.unique(kinds, axis=0, return_inverse=True)
+    for number, kind_of_axes in enumerate(distinct.tolist()):
+        positions = np.flatnonzero(which.reshape(-1) == number)
+        first, steps = choices[positions[0]].tolist(), []
+        left = [(axis, rule.factors[first[axis][0]].operator or "sum", first[axis][1]) for axis, kind in enumerate(kind_of_axes) if kind]
+        for kind, _, axes, before, _ in combinations((-1,) * len(sizes), left):
+            nbytes = _nbytes(value.shape, value.itemsize) / (parts[positions] * shards(before, sizes))
+            times = math.prod(sizes[axis] for axis in axes) if kind == "all_gather" else 1
+            steps.append((kind, axes, positions, nbytes * times))
+        yield steps
 
 
 def _nbytes(shape: Sequence[int], itemsize: float) -> float:

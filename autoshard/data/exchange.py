@@ -46,7 +46,7 @@ class Exchange:
         first: dict[int, Any] = {}
         for device in devices:
             first.setdefault(device.process_index, device)
-        self.processes = tuple(sorted(first))
+        self.processes: tuple[int, ...] = tuple(sorted(first))
         self._devices = tuple(first[process] for process in self.processes)
 
     def send(self, told: Told) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,12 @@ LEARNING_RATE = 3e-3
 class Block(nnx.Module):
     """Causal attention and a two-layer network, each normalised before and added to its input."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.norm1 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, width: int, heads: int):
+        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(heads, width, decode=False, rngs=rngs)
+        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nnx.make_causal_mask(jnp.ones(x.shape[:2]))
@@ -38,12 +39,12 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     """Embeddings, blocks, and a head over the bytes."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.tokens = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
-        self.positions = nnx.Embed(LENGTH, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(LAYERS)])
-        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.head = nnx.Linear(WIDTH, VOCABULARY, use_bias=False, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs, layers: int = LAYERS, width: int = WIDTH, heads: int = HEADS, length: int = LENGTH):
+        self.tokens = nnx.Embed(VOCABULARY, width, rngs=rngs)
+        self.positions = nnx.Embed(length, width, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs, width, heads) for _ in range(layers)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        self.head = nnx.Linear(width, VOCABULARY, use_bias=False, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits ``(batch, length, 256)`` of the token after each."""
@@ -53,9 +54,9 @@ class GPT(nnx.Module):
         return self.head(self.norm(x))
 
 
-def init() -> tuple[GPT, nnx.Optimizer]:
-    """A new model and its optimizer; equal every time."""
-    model = GPT(nnx.Rngs(0))
+def init(**sizes: int) -> tuple[GPT, nnx.Optimizer]:
+    """A new model, of the sizes of `GPT`, and its optimizer; equal every time."""
+    model = GPT(nnx.Rngs(0), **sizes)
     return model, nnx.Optimizer(model, optax.adamw(LEARNING_RATE), wrt=nnx.Param)
 
 
@@ -76,9 +77,15 @@ def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return tokens, tokens
 
 
-def arguments() -> tuple:
+def arguments() -> tuple[Any, ...]:
     """The arguments of `train_step`, abstract."""
     return *nnx.eval_shape(init), *example()
+
+
+def gpt_2_arguments() -> tuple[Any, ...]:
+    """As `arguments`, abstract, of a model of GPT-2's sizes: a search for many devices has something to divide."""
+    tokens = jax.ShapeDtypeStruct((64, 1024), jnp.int32)
+    return *nnx.eval_shape(lambda: init(layers=12, width=768, heads=12, length=1024)), tokens, tokens
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,20 +1,32 @@
-"""LeNet-5 (LeCun et al., 1998) in Flax NNX on scikit-learn's 1,797 handwritten digits."""
+"""LeNet-5 (LeCun et al., 1998) in Flax NNX on digits that are drawn here: shifted, bold or thin, and noisy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 from flax import nnx
 
-from autoshard.errors import AutoshardError
-
-SIDE = 32  # pixels; the digits have 8 x 8, enlarged four times
+SIDE = 32  # pixels
 CLASSES = 10
 BATCH = 64
 LEARNING_RATE = 3e-3
+SCALE = 4  # pixels of a dot
+DOTS = (
+    "01110 10001 10011 10101 11001 10001 01110",
+    "00100 01100 00100 00100 00100 00100 01110",
+    "01110 10001 00001 00110 01000 10000 11111",
+    "11111 00010 00100 00010 00001 10001 01110",
+    "00010 00110 01010 10010 11111 00010 00010",
+    "11111 10000 11110 00001 00001 10001 01110",
+    "00110 01000 10000 11110 10001 10001 01110",
+    "11111 00001 00010 00100 01000 01000 01000",
+    "01110 10001 10001 01110 10001 10001 01110",
+    "01110 10001 10001 01111 00001 00010 01100",
+)  # each digit in 7 rows of 5 dots
 
 
 class LeNet5(nnx.Module):
@@ -57,33 +69,24 @@ def example() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return jax.ShapeDtypeStruct((BATCH, SIDE, SIDE, 1), np.float32), jax.ShapeDtypeStruct((BATCH,), np.int32)
 
 
-def arguments() -> tuple:
+def arguments() -> tuple[Any, ...]:
     """The arguments of `train_step`, abstract."""
     return *nnx.eval_shape(init), *example()
 
 
 def batches(steps: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Random images ``(batch, 32, 32, 1) float32`` in [0, 1] with their labels ``(batch,) int32``; equal every time."""
-    images, labels = digits()
     generator = np.random.default_rng(0)
     for _ in range(steps):
-        chosen = generator.integers(0, len(images), BATCH)
-        yield images[chosen], labels[chosen]
+        labels = generator.integers(0, CLASSES, BATCH).astype(np.int32)
+        yield np.stack([drawn(int(label), generator) for label in labels]), labels
 
 
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    """All images ``(1797, 32, 32, 1) float32`` and labels ``(1797,) int32``.
-
-    Raises:
-        AutoshardError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits  # an optional dependency
-    except ImportError:
-        raise AutoshardError(
-            "the LeNet demo reads the digits that scikit-learn ships, and scikit-learn is not installed. "
-            "Install it with: pip install 'autoshard[demo]'."
-        ) from None
-    pixels, labels = load_digits(return_X_y=True)
-    images = np.kron(np.reshape(pixels, (-1, 8, 8)) / 16, np.ones((1, SIDE // 8, SIDE // 8)))
-    return images[..., None].astype(np.float32), np.asarray(labels, np.int32)
+def drawn(digit: int, generator: np.random.Generator) -> np.ndarray:
+    """An image ``(32, 32, 1) float32`` in [0, 1] of a digit, at a random place, as bright and as noisy as chance has it."""
+    dots = np.array([[int(dot) for dot in row] for row in DOTS[digit].split()], np.float32)
+    pixels = np.kron(dots, np.ones((SCALE, SCALE), np.float32))
+    image = np.zeros((SIDE, SIDE), np.float32)
+    top, left = (int(generator.integers(0, SIDE - n + 1)) for n in pixels.shape)
+    image[top : top + pixels.shape[0], left : left + pixels.shape[1]] = pixels * generator.uniform(0.6, 1.0)
+    return np.clip(image + generator.normal(0.0, 0.1, image.shape), 0.0, 1.0)[..., None].astype(np.float32)

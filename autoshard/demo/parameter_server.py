@@ -11,9 +11,11 @@ import optax
 from flax import nnx
 
 from autoshard import parameter_server
-from autoshard.demo.lenet import BATCH, LEARNING_RATE, LeNet5, digits
+from autoshard.demo import lenet
+from autoshard.demo.lenet import BATCH, LEARNING_RATE, LeNet5
 
 STEPS = 200
+DIGITS = 2048
 HELD_OUT = 360  # digits, the last ones
 OPTIMIZER = optax.adamw(LEARNING_RATE)
 
@@ -22,8 +24,9 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 @functools.cache
 def data() -> Batch:
-    """The digits, read once in each process."""
-    return digits()
+    """The digits, drawn once in each process."""
+    images, labels = zip(*lenet.batches(DIGITS // BATCH), strict=True)
+    return np.concatenate(images), np.concatenate(labels)
 
 
 def init_params() -> nnx.State:

@@ -26,8 +26,8 @@ class Program:
     title: str
     init: Callable[[], tuple[Any, Any]]
     train_step: Callable[..., Any]
-    batches: Callable[[int], Iterable[tuple]]
-    arguments: Callable[[], tuple]
+    batches: Callable[[int], Iterable[tuple[Any, ...]]]
+    arguments: Callable[[], tuple[Any, ...]]
 
 
 PROGRAMS = (
@@ -41,7 +41,7 @@ PROGRAMS = (
     ),
     Program(
         "lenet",
-        f"LeNet-5 on {lenet.BATCH} of scikit-learn's handwritten digits",
+        f"LeNet-5 on {lenet.BATCH} drawn digits",
         lenet.init,
         lenet.train_step,
         lenet.batches,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 
 from autoshard.explanation.data import CollectiveGroup, MemoryGroup, Place, RepeatedWork
+from autoshard.explanation.groups import accumulated
 from autoshard.explanation.layers import layer_of, line_of, pass_of
 from autoshard.explanation.program import Judged
 from autoshard.ir import Collective, Op, Origin
@@ -16,7 +17,8 @@ from autoshard.strategy import Record
 
 REST = "reshards and other kernels"  # compute of the judge that no op has: copies around collectives, blocks of windowed products
 OUTSIDE = "new state"  # what serves no op, but a result of the program
-LEAST_REPEATED = 0.01  # of the step
+LEAST_REPEATED = 0.01  # of the step; and of the layer that repeats most, for others to be named
+MOST_LAYERS = 5  # that are named
 
 
 def places(record: Record, judged: Judged | None, named: Callable[[Origin], str]) -> tuple[Place, ...]:
@@ -115,7 +117,11 @@ def memory_groups(judged: Judged) -> tuple[MemoryGroup, ...]:
     graph = facts.graph
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
     state = {graph.arguments[argument] for argument in graph.state}
+    new = {graph.results[result]: graph.arguments[argument] for result, argument in graph.aliases}
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
+    trained = any(pass_of(op) == "backward" for op in graph.walk())
+    sums = accumulated(graph)
+    kinds = {"backward": "gradients", "update": "temporaries"} if trained else {}
 
     def layer(op: Op | None) -> str:
         return "constants" if op is None else layer_of(op.origin)
@@ -123,9 +129,12 @@ def memory_groups(judged: Judged) -> tuple[MemoryGroup, ...]:
     for value, nbytes in zip(peak.alive, peak.held, strict=True):
         if value in paths:
             groups["state" if value in state else "inputs", starred(paths[value])].append(nbytes)
+        elif value in new:
+            groups["state", f"new value of {starred(paths[new[value]])}"].append(nbytes)
         else:
             op = facts.names.maker(value)
-            kind = "gradients" if op is not None and pass_of(op) == "backward" else "activations"
+            is_sum = op is not None and graph.values[value].shape in sums.get(op, ())
+            kind = "gradients" if is_sum else kinds.get(pass_of(op) if op else "", "activations")
             groups[kind, layer(op)].append(nbytes)
     for value, nbytes in peak.copies:
         groups["copies", starred(paths[value]) if value in paths else layer(facts.names.maker(value))].append(nbytes)
@@ -158,7 +167,8 @@ def repeated_work(programs: Sequence[Judged]) -> tuple[RepeatedWork, ...]:
         saved = seconds * (1 - 1 / size)
         if saved > LEAST_REPEATED * sum(judged.record.cost.makespan_seconds for judged in programs):
             ranked = sorted(by_layer.items(), key=lambda item: (-item[1], item[0]))
-            found.append(RepeatedWork(name, size, seconds, uneven, saved, tuple(ranked[:5])))
+            told = [(layer, each) for layer, each in ranked[:MOST_LAYERS] if each > LEAST_REPEATED * ranked[0][1]]
+            found.append(RepeatedWork(name, size, seconds, uneven, saved, tuple(told)))
     return tuple(found)
 
 

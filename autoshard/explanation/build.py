@@ -12,8 +12,10 @@ from autoshard.explanation.groups import activation_groups, argument_groups, sha
 from autoshard.explanation.program import Judged
 from autoshard.explanation.sentences import sentences
 from autoshard.explanation.stored import unpacked
-from autoshard.ir import Collective, Mesh, Spec, as_compiled
+from autoshard.ir import Collective, Mesh, Spec, as_compiled, entry_axes
 from autoshard.strategy import PipelineRecord, Record, TensorRecord
+
+ROUNDING = 1e-9  # of figures that are sums, in another order perhaps
 
 
 def explanation_of(record: Record, judged: Judged | None = None, stages: Sequence[Judged] = ()) -> Explanation:
@@ -35,7 +37,9 @@ def _built(record: Record, judged: Judged | None, stages: Sequence[Judged]) -> E
     """The explanation without its sentences."""
     cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
     judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
-    own = [judged] if judged is not None else list(stages[parts.busiest :: pipeline.n_parts]) if pipeline and parts else []
+    own = [judged] if judged is not None else []
+    if stages and pipeline and parts:
+        own = [stages[k] for k in pipeline.stages_of(parts.busiest)]
     records = [(each.record, each) for each in own] or [(record, None)]
     activations = () if judged is None else activation_groups(judged)
     return Explanation(
@@ -47,7 +51,7 @@ def _built(record: Record, judged: Judged | None, stages: Sequence[Judged]) -> E
         sentences=(),
         time=_time(record, cluster),
         peak_bytes=record.cost.peak_bytes,
-        limit_bytes=record.memory_limit_bytes or cluster.memory_limit_bytes,
+        limit_bytes=record.limit_bytes,
         memory=() if judged is None else memory_groups(judged),
         mesh=_axes(record, cluster, judged, activations),
         arguments=argument_groups(record.arguments, record.mesh),
@@ -71,22 +75,32 @@ def _bytes_of(collectives: Iterable[Collective]) -> float:
 def stages_of(record: Record, pipeline: PipelineRecord) -> Stages:
     """How the stages of a pipeline share a step."""
     m, n = record.program.microbatches, pipeline.n_parts
-    busy = [m * (each.forward_seconds + each.backward_seconds + each.weights_seconds) + each.after_seconds for each in pipeline.stages]
-    return Stages(pipeline.schedule, m, pipeline.chunks, tuple(sum(busy[part::n]) for part in range(n)), record.cost.makespan_seconds)
+    of_parts = [0.0] * n
+    for own in pipeline.passes:
+        for k, each in enumerate(own.stages):
+            tasks = each.forward_seconds + each.backward_seconds + each.weights_seconds
+            of_parts[own.part(k)] += m * tasks + each.after_seconds
+    return Stages(pipeline.schedule, m, pipeline.chunks, tuple(of_parts), record.cost.makespan_seconds, pipeline.placement)
 
 
 def _time(record: Record, cluster: Cluster) -> StepTime:
     cost = record.cost
     rate = cluster.device.matrix_rate(_activation_dtype(record)) * (cost.makespan_seconds or 1.0)
+    hidden = cost.communication_seconds - cost.exposed_communication_seconds
     return StepTime(
         step_seconds=cost.makespan_seconds,
         compute_seconds=cost.compute_seconds,
         exposed_seconds=cost.exposed_communication_seconds,
-        hidden_seconds=max(0.0, cost.communication_seconds - cost.exposed_communication_seconds),
+        hidden_seconds=rounded(hidden, cost.communication_seconds),
         waiting_seconds=max(0.0, cost.makespan_seconds - cost.compute_seconds - cost.exposed_communication_seconds),
         matrix_share=min(1.0, cost.flops / rate) if rate else 0.0,
         interval_seconds=cost.interval_seconds,
     )
+
+
+def rounded(seconds: float, whole: float) -> float:
+    """Seconds that are left of a difference; 0.0 where that is rounding."""
+    return seconds if seconds > ROUNDING * whole else 0.0
 
 
 def _activation_dtype(record: Record) -> str:
@@ -126,7 +140,7 @@ def _axes(record: Record, cluster: Cluster, judged: Judged | None, activations: 
 
 def splits(spec: Spec, axis: str) -> bool:
     """Whether a spec has the axis."""
-    return any(axis == entry or (isinstance(entry, tuple) and axis in entry) for entry in spec)
+    return any(axis in entry_axes(entry) for entry in spec)
 
 
 def _gathered_share(state: list[TensorRecord], axis: str, along: list[Collective], mesh: Mesh) -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from autoshard.ir import Spec
 from autoshard.ir.naming import itemsize
+from autoshard.ir.pieces import piece_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Stages:
         busy_seconds: per part of the devices the time in which they compute or wait for their own collectives.
         chunks: how many stages each part of the devices has.
         step_seconds: of the whole step.
+        placement: of the stages on the parts of the devices.
     """
 
     schedule: str
@@ -88,6 +90,7 @@ class Stages:
     chunks: int
     busy_seconds: tuple[float, ...]
     step_seconds: float
+    placement: str = "loop"
 
     @property
     def busiest(self) -> int:
@@ -97,7 +100,7 @@ class Stages:
     @property
     def busiest_words(self) -> str:
         """``stage 1``; ``the devices of stages 1 and 3`` where they have several."""
-        names = [str(self.busiest + chunk * len(self.busy_seconds)) for chunk in range(self.chunks)]
+        names = [str(piece_of(self.busiest, chunk, len(self.busy_seconds), self.placement)) for chunk in range(self.chunks)]
         return f"stage {names[0]}" if len(names) == 1 else f"the devices of stages {', '.join(names[:-1])} and {names[-1]}"
 
     @property
@@ -106,7 +109,7 @@ class Stages:
         return tuple(max(1 - seconds / (self.step_seconds or 1.0), 0.0) for seconds in self.busy_seconds)
 
 
-MEMORY_KINDS = ("state", "inputs", "activations", "gradients", "copies", "partial sums", "other")
+MEMORY_KINDS = ("state", "inputs", "activations", "gradients", "temporaries", "copies", "partial sums", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class Axis:
     """A mesh axis.
 
     Attributes:
-        name, size: of the axis.
+        name, size: of the axis, and the number of devices along it.
         place: where it runs on the cluster, in words; empty where no placement was decided.
         splits_inputs: whether it splits an argument that is no state, such as the batch.
         state_share: the share of the state's bytes that it splits.
@@ -189,7 +192,7 @@ class CollectiveGroup:
     """Collectives of one kind, size and reason, which differ by a layer's index at most.
 
     Attributes:
-        kind, axes: HLO name in snake case, and mesh axes.
+        kind, axes: the HLO name in snake case, and the mesh axes along which it runs.
         bytes: the larger of operand and result on one device, in one execution.
         count: executions in one step.
         seconds, exposed_seconds: of all executions.

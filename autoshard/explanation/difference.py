@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoshard.cluster import Cluster
 from autoshard.explanation.breakdown import layers
+from autoshard.explanation.build import ROUNDING, explanation_of, rounded
+from autoshard.explanation.data import Place
 from autoshard.explanation.groups import common_ending, joined, shard_bytes
 from autoshard.explanation.program import Judged
 from autoshard.ir import Spec
 from autoshard.ir.naming import components, starred
 from autoshard.strategy import Record
-
-ROUNDING = 1e-9  # of figures that are sums, in another order perhaps
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Difference:
         before, after: the figures.
         tensors: arguments whose specs differ, the most bytes first.
         only: paths of arguments that one of the two alone has, at most a few.
-        collectives: by kind; layers: by layer, where both programs are at hand; the largest differences first.
+        collectives: by kind; layers: by layer, where both programs are at hand, or kept in the files; the largest differences first.
     """
 
     names: tuple[str, str]
@@ -108,11 +108,11 @@ class Difference:
 def difference_of(
     before: Record, after: Record, names: tuple[str, str], judged: tuple[Judged | None, Judged | None] = (None, None)
 ) -> Difference:
-    """The difference of two strategies; layers too where both programs are at hand."""
+    """The difference of two strategies; layers too where both programs are at hand, or the files keep what reports show."""
     ours, theirs = ({tensor.path for tensor in record.arguments} for record in (before, after))
     return Difference(
         names=names,
-        same_program=_same_program(before, after),
+        same_program=same_program(before, after),
         same_arguments=ours == theirs,
         n_common=len(ours & theirs),
         before=_figures(before),
@@ -124,20 +124,18 @@ def difference_of(
     )
 
 
-def _same_program(before: Record, after: Record) -> bool:
+def same_program(before: Record, after: Record) -> bool:
     """Whether two records are of one program; of programs that are rewritten otherwise, whether they look so."""
     one, two = before.program, after.program
     if one.fingerprint == two.fingerprint:
         return True
-    rewritten = (one.microbatches, one.remat, one.offload, one.stages) != (two.microbatches, two.remat, two.offload, two.stages)
-    rewritten = rewritten or (before.pipeline is None) != (after.pipeline is None)
-    types = ([(tensor.path, tensor.shape, tensor.dtype) for tensor in record.arguments] for record in (before, after))
-    return rewritten and one.name == two.name and next(types) == next(types)
-
-
-def _rounded(seconds: float, whole: float) -> float:
-    """Seconds that are left of a difference; 0.0 where that is rounding."""
-    return seconds if seconds > ROUNDING * whole else 0.0
+    piped = (before.pipeline is None) != (after.pipeline is None)
+    if one.name != two.name or (one.rewrites == two.rewrites and not piped):
+        return False
+    padded = [[each for each in program.rewrites if each.kind == "padding"] for program in (one, two)]
+    of_shape = tuple if padded[0] == padded[1] else len  # padding lengthens dimensions
+    types = ([(tensor.path, of_shape(tensor.shape), tensor.dtype) for tensor in record.arguments] for record in (before, after))
+    return next(types) == next(types)
 
 
 def _figures(record: Record) -> Figures:
@@ -149,7 +147,7 @@ def _figures(record: Record) -> Figures:
         step_seconds=cost.makespan_seconds,
         compute_seconds=cost.compute_seconds,
         exposed_seconds=cost.exposed_communication_seconds,
-        hidden_seconds=_rounded(cost.communication_seconds - cost.exposed_communication_seconds, cost.communication_seconds),
+        hidden_seconds=rounded(cost.communication_seconds - cost.exposed_communication_seconds, cost.communication_seconds),
         peak_bytes=cost.peak_bytes,
         flops=cost.flops,
         sent_bytes=sum(each.bytes * each.count for each in cost.collectives),
@@ -214,11 +212,15 @@ def _collectives(before: Record, after: Record) -> tuple[Change, ...]:
 
 
 def _layers(before: Record, after: Record, one: Judged | None, two: Judged | None) -> tuple[Change, ...]:
-    if one is None or two is None:
-        return ()
-    first: Mapping[str, float] = {place.name: place.seconds for place in layers(before, one)}
-    second: Mapping[str, float] = {place.name: place.seconds for place in layers(after, two)}
-    return _ranked(Change(name, first.get(name, 0.0), second.get(name, 0.0)) for name in {**first, **second})
+    first, second = ({place.name: place.seconds for place in _places(*each)} for each in ((before, one), (after, two)))
+    return _ranked(Change(name, first.get(name, 0.0), second.get(name, 0.0)) for name in {**first, **second}) if first and second else ()
+
+
+def _places(record: Record, judged: Judged | None) -> tuple[Place, ...]:
+    """The seconds of layers, by the program or by what the file keeps of it; () where neither is at hand."""
+    if judged is not None:
+        return layers(record, judged)
+    return explanation_of(record).layers if record.report else ()
 
 
 def _ranked(changes: Iterable[Change]) -> tuple[Change, ...]:

@@ -50,8 +50,8 @@ def _sentence(found: Difference) -> str:
         if abs(change) >= SAME * step
     ]
     told += f" A device has {' and '.join(reasons)}." if reasons else ""
-    if abs(one.peak_bytes - two.peak_bytes) > SAME * one.peak_bytes:
-        told += f" Its peak of memory goes from {format_bytes(one.peak_bytes)} to {format_bytes(two.peak_bytes)}."
+    peaks = [format_bytes(each.peak_bytes) for each in (one, two)]
+    told += f" Its peak of memory goes from {peaks[0]} to {peaks[1]}." if peaks[0] != peaks[1] else ""
     return told + (f" Arguments of one of them alone: {', '.join(found.only)}." if found.only else "")
 
 

@@ -11,12 +11,14 @@ from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.explanation import Explanation, Judged, explanation_of
 from autoshard.explanation.build import placement_words
+from autoshard.explanation.difference import same_program
 from autoshard.explanation.explain_pipeline import pipeline_parts
 from autoshard.explanation.explain_tensors import mesh_picture, tensor_picture
 from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending, shard_bytes
 from autoshard.explanation.text import argument_parts as argument_table
 from autoshard.explanation.text import body, opening, to_json
 from autoshard.ir import Spec, as_compiled
+from autoshard.ir.naming import starred
 from autoshard.render import (
     Gallery,
     Heading,
@@ -46,9 +48,6 @@ class StrategyReport(Report):
     def to_json(self) -> str:
         """The explanation as JSON."""
         return to_json(self.data)
-
-    # A slotted dataclass is a class made anew, and what it inherits of `Report` is found by name.
-    __str__, _repr_html_ = Report.__str__, Report._repr_html_
 
 
 def explain(record: Record, judged: Judged | None = None, details: bool = False, stages: Sequence[Judged] = ()) -> StrategyReport:
@@ -80,9 +79,8 @@ def _kinds_of_work(cost: Cost) -> str:
 
 
 def _headline(record: Record, cluster: Cluster) -> list[Part]:
-    cost, given = record.cost, record.memory_limit_bytes
-    limit = given or cluster.memory_limit_bytes
-    who = "memory_limit_bytes allows" if given else f"{cluster.name} leaves a program"
+    cost, limit = record.cost, record.limit_bytes
+    who = "memory_limit_bytes allows" if record.memory_limit_bytes else f"{cluster.name} leaves a program"
     of_limit = f"{format_percent(cost.peak_bytes / limit)} of the {format_bytes(limit)} that {who}"
     seconds = record.stats.get("search_seconds")
     found = record.searcher.name + ("" if seconds is None else f" in {format_seconds(seconds)}")
@@ -90,8 +88,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
     rows = [
         ("step time", f"{format_seconds(cost.makespan_seconds)} predicted{_interval(cost)}{_confirmed_time(record)}"),
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
-        *_rematerialised(record),
-        *_offloaded(record, cluster),
+        *_rewrites(record, cluster),
         *_computed_again(cost),
         ("work", f"{format_flops(cost.flops)} of {_kinds_of_work(cost)} a device"),
         ("found by", found) if record.searcher.name != GIVEN else ("shardings", "as given, without a search"),
@@ -120,7 +117,11 @@ def _forms(record: Record) -> list[Part]:
     return [Heading("Forms of the step"), Table(columns, rows)] if rows else []
 
 
-_AS_MEASURED = {"scheduled": "as {} schedules it", "corrected": "corrected by what {} makes of it", "timed": "on {} devices"}
+_AS_MEASURED = {
+    "scheduled": "as {} schedules it, products at the share of the peak that they reach",
+    "corrected": "corrected by what {} makes of it",
+    "timed": "on {} devices",
+}
 
 
 def _interval(cost: Cost) -> str:
@@ -183,34 +184,26 @@ def compiled_table(record: Record) -> Table:
 
 
 _MEASURES = {
-    "scheduled": "scheduled: the compiled schedule's time, with the cost model's links, of those that are close to the fastest.",
+    "scheduled": "scheduled: the compiled schedule's time, with the cost model's links and products at the share of the peak that they "
+    "are predicted at, of those that are close to the fastest.",
     "corrected": "corrected: the prediction, corrected by compiled collectives and FLOPs.",
     "timed": "timed: the median of several runs on zeros.",
 }
 
 
-def _rematerialised(record: Record) -> list[tuple[str, str]]:
-    """What the rewritten program computes again, if it was rewritten."""
-    remat = record.program.remat
-    if remat is None:
-        return []
-    saved = f"{format_bytes(remat.kept_bytes)} of {format_bytes(remat.plain_bytes)} are kept for the backward pass"
-    saved += f", and {format_bytes(remat.hosted_bytes)} in the memory of hosts" if remat.hosted_bytes else ""
-    return [
-        ("computed again", f"the rest of the forward pass: {saved}, for {format_seconds(remat.seconds)} more; on one device, unsharded")
-    ]
-
-
-def _offloaded(record: Record, cluster: Cluster) -> list[tuple[str, str]]:
-    """What is in the memory of hosts between steps, and what moving it takes."""
-    leaves = [record.arguments[leaf] for leaf in record.program.offload]
-    if not leaves:
-        return []
-    nbytes = sum(shard_bytes(tensor.shape, tensor.dtype, tensor.spec, record.mesh) for tensor in leaves)
-    rate = cluster.device.host_bandwidth_bytes_per_second
-    moving = f", moved to the device and back in {format_seconds(2 * nbytes / rate)} of a step" if rate else ""
-    state = "1 leaf" if len(leaves) == 1 else f"{format_count(len(leaves))} leaves"
-    return [("on hosts", f"{state} of optimizer state, {format_bytes(nbytes)} a device{moving}")]
+def _rewrites(record: Record, cluster: Cluster) -> list[tuple[str, str]]:
+    """What the program computes again, and what is in the memory of hosts between steps, with what moving it takes."""
+    found = []
+    for each in record.program.rewrites:
+        if each.kind == "recompute":
+            found.append(("computed again", each.describe()))
+        if each.kind == "offload":
+            leaves = [record.arguments[leaf] for leaf in record.program.offload]
+            nbytes = sum(shard_bytes(tensor.shape, tensor.dtype, tensor.spec, record.mesh) for tensor in leaves)
+            rate = cluster.device.host_bandwidth_bytes_per_second
+            moving = f", moved to the device and back in {format_seconds(2 * nbytes / rate)} of a step" if rate else ""
+            found.append(("on hosts", f"{each.describe()}: {format_bytes(nbytes)} a device{moving}"))
+    return found
 
 
 def _computed_again(cost: Cost) -> list[tuple[str, str]]:
@@ -255,10 +248,10 @@ def argument_parts(record: Record) -> list[Part]:
 
 def _results(record: Record) -> list[Part]:
     """The results but those that look like an argument's new value: same path ending, shape and spec."""
-    arguments = [(path, members[0]) for path, members in by_pattern(record.arguments)]
+    arguments = [(starred(members[0].path), members[0]) for _, members in by_pattern(record.arguments)]
     new: list[TensorRecord] = []
-    for path, members in by_pattern(record.results):
-        if not any(alike(members[0], tensor) and common_ending(path, argument) for argument, tensor in arguments):
+    for _, members in by_pattern(record.results):
+        if not any(alike(members[0], tensor) and common_ending(starred(members[0].path), argument) for argument, tensor in arguments):
             new += members
     n_kept = len(record.results) - len(new)
     table = argument_table(argument_groups(new, record.mesh), "Results")[1:]
@@ -323,17 +316,15 @@ def _stat(name: str, value) -> str:
 
 def side_by_side(records: Mapping[str, Record], title: str = "Strategies") -> Report:
     """The report that puts strategies side by side, by name; times are also given as multiples of the program's fastest."""
-    fastest: dict[str, float] = {}
-    for record in records.values():
-        seconds = record.cost.makespan_seconds
-        fastest[record.program.fingerprint] = min(seconds, fastest.get(record.program.fingerprint, seconds))
+    seconds = {name: record.cost.makespan_seconds for name, record in records.items()}
+    fastest = {name: min(seconds[other] for other in records if same_program(record, records[other])) for name, record in records.items()}
     rows = tuple(
         (
             name,
             record.cluster["name"],
             str(record.mesh),
-            format_seconds(record.cost.makespan_seconds),
-            f"{record.cost.makespan_seconds / (fastest[record.program.fingerprint] or 1.0):.2f} x",
+            format_seconds(seconds[name]),
+            f"{seconds[name] / (fastest[name] or 1.0):.2f} x",
             format_seconds(record.cost.communication_seconds),
             format_bytes(record.cost.peak_bytes),
         )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from autoshard.compilers.kernel_order import Lifetimes
 from autoshard.explanation.data import TensorGroup
 from autoshard.explanation.layers import line_of, pass_of
 from autoshard.explanation.program import Judged
-from autoshard.ir import Mesh, Spec, layout_to_spec, shard_counts, spec_to_layout
+from autoshard.ir import Graph, Mesh, Op, Spec, layout_to_spec, shard_counts, spec_to_layout
 from autoshard.ir.naming import components, itemsize, numbered, starred
 from autoshard.strategy import Record, TensorRecord
 
@@ -100,12 +102,34 @@ def state_positions(record: Record, judged: Judged | None) -> frozenset[int]:
     """The positions of arguments that a result replaces: exactly where the program is known, else those that some result looks like."""
     if judged is not None:
         return judged.facts.graph.state
-    results = [(path, members[0]) for path, members in by_pattern(record.results)]
+    results = [(starred(members[0].path), members[0]) for _, members in by_pattern(record.results)]
     return frozenset(
         at
         for at, tensor in enumerate(record.arguments)
-        if tensor.shape and any(alike(tensor, other) and common_ending(starred(tensor.path), starred(path)) for path, other in results)
+        if tensor.shape and any(alike(tensor, other) and common_ending(starred(tensor.path), path) for path, other in results)
     )
+
+
+def waiting(times: Lifetimes, ops: Sequence[Op], maker: Callable[[int], Op | None]) -> frozenset[int]:
+    """The values that the forward pass keeps until kernels of the backward pass run, whichever of these reads them."""
+    backward = sorted(times.starts[op.index] for op in ops if pass_of(op) == "backward")
+    found = set()
+    for value, born, dies in zip(times.values, times.born, times.dies, strict=True):
+        op, following = maker(value), bisect_right(backward, born)
+        if op is None or following == len(backward) or backward[following] >= dies:
+            continue
+        if pass_of(op) in ("forward", "recomputed") or (pass_of(op) == "update" and not following):
+            found.add(value)
+    return frozenset(found)
+
+
+def accumulated(graph: Graph) -> dict[Op, frozenset[tuple[int, ...]]]:
+    """The loops over microbatches, which add up gradients: of each the shapes of its results."""
+    return {
+        op: frozenset(graph.values[value].shape for value in op.results)
+        for op in graph.walk()
+        if op.bodies and pass_of(op) == "update" and any(pass_of(inner) == "backward" for inner in op.walk())
+    }
 
 
 def activation_groups(judged: Judged) -> tuple[TensorGroup, ...]:

@@ -1,7 +1,7 @@
 """The layer and the pass of each operation, from what JAX records of its origin: named scopes, or the function that it is written in.
 
-No model is known here. Where the program names scopes (`jax.named_scope`, Flax's modules), a layer is the path of those, with a star for
-every number, so that the layers of a stack are one. Elsewhere it is the function around the source line.
+No model is known here. Where there are scopes (of `jax.named_scope`, Linen's modules, and those of NNX and Equinox, which tracing names), a
+layer is the path of those, with a star for every number, so that the layers of a stack are one. Elsewhere it is the function of the line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autoshard.ir import Op, Origin
 from autoshard.ir.naming import is_backward
 
 _WRAPPED = re.compile(r"^[A-Za-z_]\w*\((.*)\)$")  # jvp(...), transpose(...), vmap(...)
-_SCOPE = re.compile(r"[A-Za-z_][\w\-.\[\]]*")
+_SCOPE = re.compile(r"[A-Za-z_][\w\-.*\[\]']*")
 _DIGITS = re.compile(r"\d+")
 _STRUCTURE = frozenset(
     ("while", "body", "cond", "scan", "checkpoint", "remat", "rematted_computation", "closed_call", "pjit", "jit")
@@ -46,12 +46,24 @@ def layer_of(origin: Origin) -> str:
 
 @lru_cache(maxsize=4096)
 def _layer(name_stack: str, function: str) -> str:
-    scopes = [scope for part in _parts(name_stack) if (scope := _scope(part))]
+    scopes = _once([scope for part in _parts(name_stack) if (scope := _scope(part))])
     if scopes:
         return "/".join(_DIGITS.sub("*", scope) for scope in scopes)
     named = [part for part in function.split(".") if part not in ("<locals>", "<lambda>")]
     methods = named[-2:] if len(named) > 1 and f"{named[-2]}.<locals>" not in function else named[-1:]
     return ".".join(methods) or "unknown source"
+
+
+def _once(scopes: list[str]) -> list[str]:
+    """The scopes without a path that is on the stack twice, one after the other, as that of a block which is computed again.
+
+    >>> _once(["M", "h_0", "M", "h_0", "attn"])
+    ['M', 'h_0', 'attn']
+    """
+    for n in range(len(scopes) // 2, 0, -1):
+        if scopes[:n] == scopes[n : 2 * n]:
+            return _once(scopes[n:])
+    return scopes
 
 
 def _parts(name_stack: str) -> list[str]:

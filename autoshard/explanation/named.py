@@ -1,7 +1,7 @@
 """The tensors that a name is of: arguments, results, or values that the program computes.
 
-An argument or a result is named by its path, a pattern, or the end of one that no other has. A computed value is named as
-`jax.ad_checkpoint.checkpoint_name` names it, by its source line (``gpt.py:41``), by its layer, or by its operation (``op 57``).
+An argument or a result is named by its path, a pattern, the end of one that no other has, or the module that has it. A computed value is
+named as `jax.ad_checkpoint.checkpoint_name` names it, by its source line (``gpt.py:41``), by its layer, or by its operation (``op 57``).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def named(judged: Judged, name: str) -> Named:
     groups = argument_groups(record.arguments, record.mesh)
     paths = [path for group in groups for path in (group.name, *group.paths)]
     raise StrategyError(
-        f"a tensor is an argument or a result, named by its path, a pattern, or the end of one; or a computed value, named by "
+        f"a tensor is an argument or a result, named by its path, a pattern, the end of one, or its module; or a computed value, named by "
         f"checkpoint_name, by a source line as model.py:41, by a layer, or by an operation as 'op 57'. Nothing in "
         f"{record.program.name!r} is named {name!r}. {near_words(name, paths, lambda path: _group_of(groups, path))}"
     )
@@ -107,7 +107,18 @@ def found_by(judged: Judged, name: str) -> Named | None:
             return _argument(judged, group, f"The result {result.name} replaces it in the next step, and has its layout.")
         at = dict(zip(graph.result_paths, graph.results, strict=True))
         return Named("result", replace(result, name=f"result{result.name}"), tuple(at[path] for path in result.paths))
-    return _computed(judged, name)
+    return _computed(judged, name) or _of_module(judged, groups, name)
+
+
+def _of_module(judged: Judged, groups: Sequence[TensorGroup], name: str) -> Named | None:
+    """The largest of a module's parameters, and the names of the others; None where no path has such a part."""
+    found = [group for group in groups if any(_has_part(path, name) for path in group.paths[: group.n])]
+    if not found:
+        return None
+    chosen = max(found, key=lambda group: group.whole_bytes)
+    others = [group.name for group in found if group is not chosen]
+    more = f" and {len(others) - NEAR} more" if len(others) > NEAR else ""
+    return _argument(judged, chosen, f"{name!r} has {', '.join(others[:NEAR])}{more}, too: write a path for it." if others else "")
 
 
 def _argument(judged: Judged, group: TensorGroup, remark: str = "") -> Named:
@@ -171,6 +182,13 @@ def _ends(path: str, name: str) -> bool:
     """Whether a path ends as a name says, component by component."""
     whole, end = parts(path), parts(name)
     return 0 < len(end) <= len(whole) and all(fnmatchcase(a, b) for a, b in zip(whole[-len(end) :], end, strict=True))
+
+
+def _has_part(path: str, name: str) -> bool:
+    """Whether components of a path, one after the other, are those of a name, such as a module's."""
+    whole, part = parts(path), parts(name)
+    starts = range(len(whole) - len(part) + 1) if part else ()
+    return any(all(fnmatchcase(a, b) for a, b in zip(whole[at:], part, strict=False)) for at in starts)
 
 
 # -- computed values -----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ MUCH = 0.15  # of the step; below it a change gains little
 FULL = 0.9  # of the memory that a program may have
 FEW = 1e-3
 SMALL = 0.1  # of the longest layer; one that takes less is not named with it
-SHORT = ("interleaved", "zero_bubble")  # schedules in which stages wait least
+SHORT = ("auto", "interleaved", "zero_bubble")  # schedules in which stages wait least
 HIGH = 0.5  # of the matrix unit's peak
 
 
@@ -31,7 +31,7 @@ def _change_stages(stages: Stages) -> str:
     most, n, step = max(stages.busy_seconds), len(stages.busy_seconds), stages.step_seconds
     mean = sum(stages.busy_seconds) / n
     if step - most >= most - mean:
-        other = "fewer stages" if stages.schedule in SHORT else "schedule='interleaved' or 'zero_bubble'"
+        other = "fewer stages" if stages.schedule in SHORT else "schedule='auto'"
         return (
             f"To change: the wait for other stages, {format_percent((step - most) / step)} of the step even on the busiest; more than "
             f"{stages.microbatches} microbatches shorten it, of a larger batch if need be, and so may {other}."
@@ -50,8 +50,12 @@ def _split(found: Explanation) -> str:
     roles: dict[str, list[str]] = {}
     for axis in axes:
         roles.setdefault(_role(axis), []).append(f"{axis.name} ({axis.size})")
-    told = "; ".join(f"{' and '.join(names)} {'each ' * (len(names) > 1)}{role}" for role, names in roles.items())
+    told = "; ".join(f"{names[0]} {role}" if len(names) == 1 else _several(names, role) for role, names in roles.items())
     return f"{found.program} runs on {devices} as a mesh {found.mesh_words}: {told}."
+
+
+def _several(names: Sequence[str], role: str) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]} each {role.replace('splits', 'split', 1)}"
 
 
 def _role(axis: Axis) -> str:
@@ -63,18 +67,23 @@ def _role(axis: Axis) -> str:
         parts.append(_share(axis.activation_share, "the activations"))
     if axis.state_share > FEW:
         parts.append(_share(axis.state_share, "the state") + _gathered(axis.gathered_share))
-    return f"splits {' and '.join(parts)}" if parts else "keeps every argument whole, and splits at most what is computed between"
+    return f"splits {' and '.join(parts)}" if parts else "splits neither inputs nor state"
 
 
 def _share(share: float, whole: str) -> str:
     """``97 % of the state``."""
-    return whole if share > 1 - FEW else f"{format_percent(share)} of {whole}"
+    return whole if _is_all(share) else f"{format_percent(share)} of {whole}"
+
+
+def _is_all(share: float) -> bool:
+    """Whether a share is all but what rounding leaves out."""
+    return format_percent(share) == format_percent(1.0)
 
 
 def _gathered(share: float) -> str:
     if share < FEW:
         return ", each device computing with its own part"
-    if share > 1 - FEW:
+    if _is_all(share):
         return ", which is gathered where it is used"
     return f", of which {format_percent(share)} is gathered where it is used"
 
@@ -136,7 +145,7 @@ def _change(found: Explanation) -> str:
         told += f"({format_seconds(seconds)}); splitting all of it would save {saved} of the step at most. "
         if repeated.uneven_seconds > repeated.seconds / 2:
             return told + f"Most of it has no dimension that {size} divides: choose such sizes, or a smaller {axis} axis."
-        return told + "To split it costs more in collectives, by the prediction: larger sizes, or fewer devices."
+        return told + "Collectives would cost more than that, by the prediction: take larger sizes, or fewer devices."
     if time.exposed_seconds > MUCH * step:
         return (
             f"To change: collectives, which take {format_percent(time.exposed_seconds / step)} of the step; a larger batch spreads those "
@@ -154,6 +163,12 @@ def _change(found: Explanation) -> str:
         )
     if not found.has_program:
         return "To change: what_if(...) predicts other pins, batches and clusters."
+    return _change_kernels(found, step)
+
+
+def _change_kernels(found: Explanation, step: float) -> str:
+    """The change of a step whose time is that of its kernels."""
+    time = found.time
     place = max(found.layers, key=lambda place: place.compute_seconds - place.product_seconds, default=None)
     where = f", most in {place.name}" if place is not None else ""
     rest = sum(place.compute_seconds - place.product_seconds for place in found.layers)

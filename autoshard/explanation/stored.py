@@ -51,7 +51,7 @@ def unpacked(text: str) -> tuple[Explanation, dict[str, Any]]:
 def _differences(value: Any) -> Any:
     """The value with lists of whole numbers as their differences."""
     if isinstance(value, Mapping):
-        return {key: _differences(child) for key, child in value.items()}
+        return {f"{DIFFERENCES}{key}" if key.startswith(DIFFERENCES) else key: _differences(child) for key, child in value.items()}
     if not isinstance(value, list | tuple):
         return value
     if len(value) >= LEAST and all(type(each) is int for each in value):
@@ -62,7 +62,9 @@ def _differences(value: Any) -> Any:
 def _sums(value: Any) -> Any:
     """The inverse of `_differences`."""
     if isinstance(value, dict):
-        return [*accumulate(value[DIFFERENCES])] if DIFFERENCES in value else {key: _sums(child) for key, child in value.items()}
+        if DIFFERENCES in value:
+            return [*accumulate(value[DIFFERENCES])]
+        return {key.removeprefix(DIFFERENCES): _sums(child) for key, child in value.items()}
     return [_sums(child) for child in value] if isinstance(value, list) else value
 
 

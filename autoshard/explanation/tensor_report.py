@@ -27,8 +27,6 @@ class TensorReport(Report):
         """The explanation as JSON."""
         return json.dumps(plain(self.data), indent=1, allow_nan=False)
 
-    __str__, _repr_html_ = Report.__str__, Report._repr_html_
-
 
 def explain_tensor(judged: Judged, name: str, searched: Searched, spec: Spec | None = None, details: bool = False) -> TensorReport:
     """The report on a tensor's layout.

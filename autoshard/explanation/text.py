@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autoshard.explanation.data import Axis, Explanation, Place, TensorGroup
 from autoshard.ir.words import array_type, spec_words
@@ -54,7 +54,7 @@ def body(found: Explanation, arguments: Sequence[Part] = ()) -> list[Part]:
     ]
 
 
-def format_spec(spec: tuple) -> str:
+def format_spec(spec: tuple[Any, ...]) -> str:
     """The spec as one writes it: ``P('data', None)``; ``replicated`` where nothing is sharded."""
     return spec_words(spec) if any(entry is not None for entry in spec) else "replicated"
 

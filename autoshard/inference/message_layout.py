@@ -68,7 +68,7 @@ class MessageLayout:
         before = np.cumsum(n_labels) - n_labels
         self.places = np.empty_like(within)
         self.places[within + np.repeat(before[order.ends], self.lengths)] = np.arange(len(within))
-        self.offsets = before.reshape(-1, 2).tolist()
+        self.offsets: list[list[int]] = before.reshape(-1, 2).tolist()
         # By row.
         n_rows = np.array([len(end.counts) for end in rows], dtype=np.int64)
         self._row_blocks, blocks = _placed(n_rows, order.ends)  # offsets of ends, in order and by pair
@@ -77,8 +77,8 @@ class MessageLayout:
         self.groups = np.cumsum(counts) - counts
         self.row = np.repeat(np.arange(len(counts)), counts)
         steps = [self._steps(level, order.shares) for level in order.levels]
-        self.forward = [forward for forward, _ in steps]
-        self.backward = [backward for _, backward in reversed(steps)]
+        self.forward: list[LevelStep] = [forward for forward, _ in steps]
+        self.backward: list[LevelStep] = [backward for _, backward in reversed(steps)]
 
     def _steps(self, level: _Level, shares: np.ndarray) -> tuple[LevelStep, LevelStep]:
         """A level's steps, forward and backward."""

@@ -44,7 +44,7 @@ class ReducedCostFixing:
         self.max_sweeps = max_sweeps
         self.tolerance = tolerance
         self.progress = progress
-        self.eliminate = Eliminator(max_entries)
+        self.eliminate: Eliminator = Eliminator(max_entries)
         self.sweeps = self.restrictions = self.width = 0
 
     def solve(
@@ -150,7 +150,7 @@ class ReducedCostFixing:
             kept = [labels[left] for labels, left in zip(kept, undominated(restricted), strict=True)]
             answer = self.eliminate(_restricted(model, kept))
         self.restrictions += 1
-        self.width = max(self.width, answer.width)
+        self.width: int = max(self.width, answer.width)
         return np.array([labels[position] for labels, position in zip(kept, answer.labels, strict=True)])
 
 

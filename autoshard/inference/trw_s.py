@@ -114,7 +114,7 @@ class MessagePassing:
                 costs *= shares
                 go -= costs.take(goes)
                 np.maximum.reduceat(go, groups, 0, None, most)
-        self.swept = True
+        self.swept: bool = True
 
     def _collect(self, step: _Views) -> None:
         """Messages from the pairs on one side: the minima of their tables less the other ends' messages."""

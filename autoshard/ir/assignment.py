@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autoshard.ir.graph import Graph
 from autoshard.ir.layout import Layout, Mesh, axes_of_product
 from autoshard.ir.rule import Rule
@@ -175,70 +177,67 @@ def legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
 
 def legal_choices(rule: Rule, choices: Iterable[Choice], sizes: tuple[int, ...]) -> list[Choice]:
     """The choices that are `legal`."""
-    composite = [dim for tensor in (*rule.operands, *rule.results) for dim in tensor if len(dim) > 1]
-    found = []
-    for choice in choices:
-        split: dict[int, int] = {}
-        axes: dict[int, list[int]] = {}
-        for axis, (factor, _) in enumerate(choice):
-            if factor >= 0:
-                split[factor] = split.get(factor, 1) * sizes[axis]
-                axes.setdefault(factor, []).append(axis)
-        whole = all([_splits(rule, factor, n) for factor, n in split.items()])
-        if whole and all([_in_order(rule, dim, split, axes) for dim in composite]) and _scatters_legal(rule, choice, sizes):
-            found.append(choice)
-    return found
+    tried = list(choices)
+    array = np.array(tried, np.int64).reshape(len(tried), len(sizes), 2)
+    return [choice for choice, kept in zip(tried, are_legal(rule, array, sizes), strict=True) if kept]
 
 
-def _in_order(rule: Rule, dim: tuple[int, ...], split: Mapping[int, int], axes: Mapping[int, list[int]]) -> bool:
-    """Whether a dimension's split factors have fully sharded majors, whose axes come first."""
-    full, last = True, -1
-    for factor in dim:
-        if factor in split:
-            if not full or axes[factor][0] < last:
-                return False
-            last = axes[factor][-1]
-        full = full and split.get(factor, 1) == rule.factors[factor].size
-    return True
+def are_legal(rule: Rule, choices: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Which of some choices ``(n, n_axes, 2)`` are `legal`, as ``(n,)``."""
+    split = choices[:, :, :1] == np.arange(len(rule.factors))  # by choice, axis and factor
+    parts = np.where(split, np.array(sizes, np.int64)[:, None], 1).prod(axis=1)  # by choice and factor
+    kept = np.ones(len(choices), bool)
+    if not sizes:
+        return kept
+    for factor in range(len(rule.factors)):
+        kept &= ~split[:, :, factor].any(axis=1) | _divides(rule, factor, parts[:, factor])
+    for dim in (dim for tensor in (*rule.operands, *rule.results) for dim in tensor if len(dim) > 1):
+        kept &= _in_order(rule, dim, split, parts)
+    if (choices[:, :, 1] >= 0).any():
+        kept &= _scatters_legal(rule, choices, sizes)
+    return kept
 
 
-def _splits(rule: Rule, factor: int, n: int) -> bool:
-    """Whether a factor can be split into ``n`` equal shards."""
-    entry = rule.factors[factor]
-    return entry.shardable and entry.size % n == 0 and _sends_fit(rule, factor, n)
-
-
-def _sends_fit(rule: Rule, factor: int, n: int) -> bool:
-    """Whether each of ``n`` shards of a factor has as many elements as it sends."""
-    tensors = (*rule.operands, *rule.results)
-    for send in rule.factors[factor].sends:
+def _divides(rule: Rule, factor: int, parts: np.ndarray) -> np.ndarray:
+    """Whether a factor can be split into these numbers of equal shards, each with as many elements as it sends."""
+    entry, tensors = rule.factors[factor], (*rule.operands, *rule.results)
+    fits = (entry.size % parts == 0) & entry.shardable
+    for send in entry.sends:
         for dim in tensors[send.tensor]:
-            if factor in dim and send.count * n > math.prod(rule.factors[f].size for f in dim):
-                return False
-    return True
+            if factor in dim:
+                fits &= send.count * parts <= math.prod(rule.factors[f].size for f in dim)
+    return fits
 
 
-def _scatters_legal(rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:
-    if not any([scatter >= 0 for _, scatter in choice]):
-        return True
+def _in_order(rule: Rule, dim: tuple[int, ...], split: np.ndarray, parts: np.ndarray) -> np.ndarray:
+    """Whether a dimension's split factors have fully sharded majors, whose axes come first."""
+    n_axes = split.shape[1]
+    kept, full, last = np.ones(len(split), bool), np.ones(len(split), bool), np.full(len(split), -1)
+    for factor in dim:
+        is_split = split[:, :, factor].any(axis=1)
+        kept &= ~is_split | (full & (split[:, :, factor].argmax(axis=1) > last))
+        last = np.where(is_split, n_axes - 1 - split[:, ::-1, factor].argmax(axis=1), last)
+        full &= parts[:, factor] == rule.factors[factor].size
+    return kept
+
+
+def _scatters_legal(rule: Rule, choices: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Whether sums alone are scattered, to dimensions that divide, after all axes that split these."""
+    scatters = choices[:, :, 1]
     if len(rule.results) != 1:
-        return False
+        return np.all(scatters < 0, axis=1)
     dims = rule.results[0]
-    before = _layout(dims, choice)
-    count = [1] * len(dims)
-    for axis, dim in enumerate(before):
-        if dim >= 0:
-            count[dim] *= sizes[axis]
-    for axis, (factor, scatter) in enumerate(choice):
-        if scatter < 0:
-            continue
-        if factor < 0 or rule.factors[factor].operator != "sum" or scatter >= len(dims):
-            return False
-        if any(dim == scatter and other > axis for other, dim in enumerate(before)):
-            return False
-        count[scatter] *= sizes[axis]
-    size = [1] * len(dims)
+    sums = np.array([factor.operator == "sum" for factor in rule.factors] + [False])  # the last entry is for no factor
+    kept = np.all((scatters < 0) | (sums[choices[:, :, 0]] & (scatters < len(dims))), axis=1)
+    dim_of = np.full(len(rule.factors) + 1, -1)
     for dim, factors in enumerate(dims):
-        for factor in factors:
-            size[dim] *= rule.factors[factor].size
-    return all(n % c == 0 for n, c in zip(size, count, strict=True))
+        dim_of[list(factors)] = dim
+    before = dim_of[choices[:, :, 0]]
+    for axis in range(len(sizes)):
+        later = before[:, axis + 1 :] == scatters[:, axis, None]
+        kept &= (scatters[:, axis] < 0) | ~later.any(axis=1)
+    for dim, factors in enumerate(dims):
+        count = np.where((before == dim) | (scatters == dim), np.array(sizes, np.int64), 1).prod(axis=1)
+        count *= np.where((before == dim) & (scatters == dim), np.array(sizes, np.int64), 1).prod(axis=1)
+        kept &= math.prod(rule.factors[factor].size for factor in factors) % count == 0
+    return kept

@@ -206,7 +206,7 @@ class Graph:
     assumptions: tuple[str, ...] = ()
     _walked: tuple[Op, ...] = field(default=(), repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "_walked", tuple(chain.from_iterable(op.walk() for op in self.ops)))
 
     def walk(self) -> tuple[Op, ...]:
@@ -259,7 +259,7 @@ class Graph:
         holders = (holder for op in self.walk() if is_loop(op.primitive) for holder in op.holders)
         return (holder for holder in holders if len(holder.sources) == 1 and not holder.sources[0].shift)
 
-    def to_networkx(self) -> nx.MultiDiGraph:
+    def to_networkx(self) -> nx.MultiDiGraph[Any]:
         """The program as a directed multigraph: nodes ``("op", i)``, ``("argument", i)`` and ``("result", i)``, an edge for each read."""
         import networkx as nx
 

@@ -22,6 +22,8 @@ from autoshard.errors import ShardingError
 Layout = tuple[int, ...]
 CACHED = 1 << 16  # entries of each cache
 Spec = tuple[None | str | tuple[str, ...], ...]
+STAGE_AXIS = "stage"
+"""The first axis of a pipeline's mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Placement:
     dims: tuple[int, ...]
     axes: tuple[int, ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for order, n in ((self.dims, len(self.topology)), (self.axes, len(self.axes))):
             if sorted(order) != list(range(n)):
                 raise ShardingError(f"a placement's orders are permutations of all physical dimensions and of all axes, got {self}.")
@@ -70,7 +72,7 @@ class Mesh:
     shape: tuple[tuple[str, int], ...] = ()
     sizes: tuple[int, ...] = field(init=False, compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given, shape = self.axes, self.shape or self.axes
         names = [name for name, _ in shape]
         if len(set(names)) != len(names):
@@ -248,6 +250,11 @@ def shift_layout(layout: Layout, by: int) -> Layout | None:
     return None if any(old >= 0 and new < 0 for old, new in zip(layout, moved, strict=True)) else moved
 
 
+def entry_axes(entry: None | str | Sequence[str]) -> tuple[str, ...]:
+    """The mesh axes that an entry of a spec names, outermost first."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def layout_to_spec(layout: Layout, names: Sequence[str], rank: int) -> Spec:
     """The layout as a `PartitionSpec`-like tuple with one entry a dimension.
 
@@ -275,9 +282,7 @@ def spec_to_layout(spec: Sequence[None | str | Sequence[str]], mesh: Mesh, rank:
     layout = [-1] * len(mesh.axes)
     dim_of: dict[str, int] = {}
     for dim, entry in enumerate(spec):
-        if entry is None:
-            continue
-        axes = (entry,) if isinstance(entry, str) else tuple(entry)
+        axes = entry_axes(entry)
         for name in axes:
             if name not in mesh.all_names:
                 raise ShardingError(

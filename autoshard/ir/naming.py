@@ -179,9 +179,18 @@ def near_words(name: str, paths: Iterable[str], group: Callable[[str], str] = st
 
     >>> near_words("layer/upp", ["state['layers'][0]['up']", "state['norm']"]), near_words("kernel", ["w", "b"])
     ("Near ones: state['layers'][0]['up'].", 'There are w, b.')
+    >>> near_words("Dense_0", ["params['Dense_0']['kernel']", "x"])
+    "The pattern '*Dense_0*' matches params['Dense_0']['kernel']."
     """
     paths = list(paths)
-    ends = {"/".join(parts(path)[at:]): path for path in paths for at in range(len(parts(path)))}
+    if within := [path for path in paths if name and name in path]:
+        told = list(dict.fromkeys(map(group, within)))
+        more = f" and {len(told) - NEAR} more" if len(told) > NEAR else ""
+        return f"The pattern '*{name}*' matches {', '.join(told[:NEAR])}{more}."
+    ends: dict[str, str] = {}
+    for path in paths:
+        for at in range(len(parts(path))):
+            ends.setdefault("/".join(parts(path)[at:]), path)  # of a parameter and its moments the parameter, which comes first
     near = [ends[end] for end in get_close_matches("/".join(parts(name)), ends, n=3 * NEAR)]
     told = list(dict.fromkeys(map(group, near or paths)))
     more = " and others" if len(told) > NEAR and not near else ""

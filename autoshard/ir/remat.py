@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 CARRIED = -1  # in place of an equation's number: the value is a carry of the loop
 
@@ -20,8 +20,8 @@ class Kept:
 
     turn: int
     places: tuple[int, ...]
-    values: tuple[tuple[int, int], ...]
-    hosted: tuple[tuple[int, int], ...] = ()
+    values: tuple[tuple[int, int], ...] = field(metadata={"least": CARRIED})
+    hosted: tuple[tuple[int, int], ...] = field(default=(), metadata={"least": CARRIED})
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from autoshard.errors import RuleError
 
 KINDS = ("pass_through", "reduction", "need_replication", "permutation")
 OPERATORS = ("sum", "max", "min", "prod", "and", "or", "xor")
-EXCHANGES = ("all_gather", "collective_permute")
+EXCHANGES = ("all_gather", "collective_permute", "ring", "zigzag")
 
 Dims = tuple[tuple[int, ...], ...]
 """Per dimension of a tensor, its factors from major to minor."""
@@ -31,7 +31,9 @@ class Send:
     """One collective between the shards of a factor, over all mesh axes that split it.
 
     Attributes:
-        kind: ``all_gather`` (every shard receives the parts of all) or ``collective_permute`` (each receives one other's).
+        kind: ``all_gather`` (every shard receives the parts of all), ``collective_permute`` (each receives one other's) or ``ring`` (each
+            receives those of all others, one collective_permute after another, while it computes) or ``zigzag`` (each receives two
+            halves, by two permutes).
         tensor: the number of the tensor, operands first, then results.
         count: elements along the factor's dimension that each shard sends (all of a tensor without that dimension). Elements that a
             permute brings are appended to the receiving shard, and later sends include them. 0: the whole shard, which is replaced.
@@ -41,7 +43,7 @@ class Send:
     tensor: int
     count: int = 1
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in EXCHANGES or self.tensor < 0 or self.count < 0:
             raise RuleError(f"a send is one of {EXCHANGES} of some elements of a tensor, got {self}.")
 
@@ -65,7 +67,7 @@ class Factor:
     operator: str | None = None
     sends: tuple[Send, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise RuleError(f"a factor's kind is one of {KINDS}, got {self.kind!r}.")
         if (self.kind == "reduction") != (self.operator is not None):
@@ -97,7 +99,7 @@ class Rule:
     results: tuple[Dims, ...]
     given: tuple[tuple[int, int], ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for tensor in (*self.operands, *self.results):
             seen = [f for dim in tensor for f in dim]
             if len(seen) != len(set(seen)):

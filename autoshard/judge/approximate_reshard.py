@@ -31,18 +31,18 @@ class ManyAxesModel(CostModel):
         elsewhere = shards & stays & (source != target)
         moves, leaves = elsewhere @ bits, (shards & ~stays) @ bits
         after = whole / np.where(stays, sizes, 1.0).prod(axis=-1)
-        seconds = self._seconds("all_gather", leaves, np.broadcast_to(after, moves.shape))
+        seconds = self._seconds_of("all_gather", leaves, np.broadcast_to(after, moves.shape))
         if moves.any():
             sliced = whole / np.where(shards | stays, sizes, 1.0).prod(axis=-1)
-            seconds += self._seconds("all_to_all", moves, sliced) + np.where(moves, ALL_TO_ALL_PASSES * self._byte_seconds * sliced, 0.0)
+            seconds += self._seconds_of("all_to_all", moves, sliced) + np.where(moves, ALL_TO_ALL_PASSES * self._byte_seconds * sliced, 0.0)
             gathered = whole / np.where(stays & ~elsewhere, sizes, 1.0).prod(axis=-1)
-            seconds = np.where(moves, np.minimum(seconds, self._seconds("all_gather", moves | leaves, gathered)), seconds)
+            seconds = np.where(moves, np.minimum(seconds, self._seconds_of("all_gather", moves | leaves, gathered)), seconds)
         if not portable:
             held, before = after * self._byte_seconds, whole * self._byte_seconds / np.where(shards, sizes, 1.0).prod(axis=-1)
             seconds += np.where(seconds > 0, 2 * held, np.where(before == held, 0.0, before + held))
         return seconds
 
-    def _seconds(self, kind: str, masks: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    def _seconds_of(self, kind: str, masks: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
         """The seconds of a collective over axes that are given as bits, none where there are none."""
         seconds = np.zeros(masks.shape)
         for mask in set(masks.ravel().tolist()) - {0}:

@@ -18,9 +18,11 @@ from itertools import pairwise
 
 from autoshard.analysis.partial_sums import Addition, late_sums
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
-from autoshard.compilers.buffer_assignment import Copy, Peak, peak_memory
+from autoshard.compilers.buffer_assignment import peak_memory
+from autoshard.compilers.buffers import Copy, Peak
 from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.cost.narrow_sums import is_narrow, phases
 from autoshard.cost.prefetch import prefetches
 from autoshard.cost.record import Cost, Recomputation
 from autoshard.cost.reshard import Step, path_seconds
@@ -137,6 +139,7 @@ class _Judge:
             skipped_flops=self.skipped_flops,
             low_share=self.model.cluster.device.low_share,
             high_share=self.model.cluster.device.high_share,
+            late_share=self.model.cluster.device.late_share,
         )
         return Judgement(self.assignment, cost, peak, self.copies, self.partials)
 
@@ -157,11 +160,11 @@ class _Judge:
                 kind=sent.step.kind,
                 mesh_axes=tuple(names[axis] for axis in sent.step.axes),
                 bytes=sent.nbytes if sent.step.trips > 1 and sent.nbytes else sent.step.nbytes,
-                count=sent.trips // max(sent.step.trips, 1),
+                count=sent.trips * max(sent.step.hops, 1) // max(sent.step.trips, 1),
                 op=blame.served(sent.source),
                 value=blame.moved(sent.moved),
                 reason=sent.cause(blame, sent.step),
-                seconds=sent.step.seconds * max(sent.step.trips, 1),
+                seconds=sent.step.seconds * max(sent.step.trips, 1) / max(sent.step.hops, 1),
                 exposed_seconds=self._exposed(sent, self.tasks.exposures[position]),
                 compiled=self._compiled(sent),
             )
@@ -171,17 +174,29 @@ class _Judge:
 
     def _exposed(self, sent: Sent, exposure: float) -> float:
         """Of one collective, to a femtosecond: more than differences of a schedule's times say, which would differ between equal layers."""
-        trips = max(sent.step.trips, 1)
+        trips = max(sent.step.trips, 1) / max(sent.step.hops, 1)
         exposed = round(exposure * trips / sent.trips, 15) if sent.trips else 0.0
         return sent.step.seconds * trips if abs(exposed - sent.step.seconds * trips) <= 1e-15 else exposed
 
     def _compiled(self, sent: Sent) -> tuple[Collective, ...] | None:
         """The collectives that the compiler makes of one; None where it is compiled as planned."""
         step, nbytes = sent.step, sent.nbytes or sent.step.nbytes
+        if (narrow := self._narrow(step, nbytes)) and step.trips:
+            return tuple(Collective(kind, axes, each, sent.trips // step.trips) for kind, axes, each in narrow)
         if step.trips > 1 or (step.trips and nbytes == step.nbytes):
             return None
         names = self.model.mesh.names
         return (Collective(step.kind, tuple(names[axis] for axis in step.axes), nbytes, sent.trips),) if step.trips else ()
+
+    def _narrow(self, step: Step, nbytes: float) -> tuple[tuple[str, tuple[str, ...], float], ...]:
+        """The collectives of a sum that crosses levels in a narrow type; none of another one."""
+        mesh, known = self.model.mesh, self.model.narrow
+        if not known or not step.itemsize:
+            return ()
+        sizes = {mesh.names[axis]: mesh.sizes[axis] for axis in step.axes}
+        crossing = {name: each for name, each in known.items() if name in sizes}
+        is_one = is_narrow(nbytes, step.itemsize, tuple(sizes), crossing)
+        return tuple(phases(step.kind, nbytes, step.itemsize, sizes, crossing)) if is_one else ()
 
     # -- the walk ----------------------------------------------------------------------------------------------------
 
@@ -281,15 +296,18 @@ class _Judge:
                 self._made(op, tasks.join(done))
                 return
             needs = done
+        beside: set[int] = set()
         if cost.exchange:
-            needs = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
+            needs, beside = self._exchange(op, cost, needs, partial(_exchanged, op, choice))
         if cost.seconds and window is None:
             self.flops += op.trips * cost.flops
             self.kernel_flops += op.trips * cost.flops if op.kernel is not None and not op.kernel.interpreted else 0.0
             if (grouped := facts.grouped.get(op.index)) is not None:
                 self.skipped_flops += op.trips * cost.flops * (grouped.counted / grouped.done - 1)
             self.transform_flops += op.trips * cost.flops if is_transform(op.primitive) else 0.0
-            needs = tasks.compute(cost.seconds, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
+            last = cost.seconds / (1 + max(step.hops for step in cost.exchange)) if beside else 0.0  # with what comes last
+            needs = tasks.compute(cost.seconds - last, op.trips, needs, PRODUCT if is_matrix(op.primitive) else COMPUTE)
+            needs = tasks.compute(last, op.trips, needs | beside) if beside else needs
         if not cost.combines:
             maker = tasks.join(needs)
             self._made(op, maker)
@@ -350,19 +368,24 @@ class _Judge:
         for value in op.results:
             self.makers[value] = maker
 
-    def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> set[int]:
-        """The exchange of an op's shards; compilers send the halos of a value once for a convolution and its kernel's gradient."""
+    def _exchange(self, op: Op, cost: OpCost, needs: set[int], cause: Cause) -> tuple[set[int], set[int]]:
+        """The exchange of an op's shards: the tasks before it, and those of rings beside it.
+
+        Compilers send the halos of a value once for a convolution and its kernel's gradient.
+        """
         once = op.primitive == "conv_general_dilated"
         key = op.operands[0], cost.operands[0], tuple((step.kind, step.axes, step.nbytes) for step in cost.exchange)
         region, sent = self.exchanged.get(key, (None, set())) if once else (None, set())
         if region is not self.tasks.region:
-            sent = self.tasks.communicate(cost.exchange, needs, op.trips, op, op.operands[0], cause)
+            first = [step for step in cost.exchange if not step.hops]
+            sent = self.tasks.communicate(first, needs, op.trips, op, op.operands[0], cause)
             if once:
                 self.exchanged[key] = self.tasks.region, sent
-            return sent
+            rings = [step for step in cost.exchange if step.hops]
+            return sent, self.tasks.communicate(rings, sent, op.trips, op, op.operands[0], cause) if rings else set()
         for step in (step for step in cost.exchange if step.nbytes):
             self.tasks.note_merged(step, op.trips, op, op.operands[0], cause)
-        return needs | sent
+        return needs | sent, set()
 
     def _add_first(self, addition: Addition) -> None:
         """Of two collectives whose results are only added keeps the second, which combines the sum."""

@@ -18,12 +18,13 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.bf16_demotion import NARROW_SHARE, is_demoted
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.traffic import Traffic, widened_bytes
-from autoshard.cost.collectives import Communication
+from autoshard.cost.collectives import Communication, Groups
 from autoshard.cost.compute import ROWS, Roofline, padding_met
 from autoshard.cost.grouped_reshard import GroupedReshards
 from autoshard.cost.halo_exchange import exchange_steps
+from autoshard.cost.narrow_sums import Crossing, crossings
 from autoshard.cost.own_collectives import own_collectives
-from autoshard.cost.reshard import Reshards, Step, path_seconds, reduction_steps
+from autoshard.cost.reshard import Reshards, Step, combined_bytes, path_seconds, reduction_steps
 from autoshard.cost.windows import RESULT, Window
 from autoshard.ir import (
     NOWHERE,
@@ -55,6 +56,11 @@ ALL_TO_ALL_PASSES = 4
 # Of operands of up to 32 MB in twelve modules compiled for v5e 88 % were there, of up to 64 MB 66 %, of up to 128 MB 46 %, of larger ones
 # none. Kernels without a product took as long wherever their operands were. evidence: operands near products
 NEAR_SHARE = 0.5
+
+
+Sent = tuple[str, tuple[int, ...], Groups | None, int, float, np.ndarray, np.ndarray]
+"""A collective of an op under some choices: kind, axes, groups, the trips that share it, bytes of a number of a sum that may be narrow or
+0, their positions, and its bytes under each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +95,14 @@ class CostModel:
     Attributes:
         cluster, mesh: those that are modelled.
         communication: seconds of a collective on mesh axes, or the share of them that is charged for its kind.
+        narrow: the mesh axes along which sums cross levels in a narrow type, by name.
     """
 
     def __init__(self, cluster: Cluster, mesh: Mesh, shares: Mapping[str, float] | None = None):
         self.cluster = cluster
         self.mesh = mesh
-        self.communication = Communication(cluster.links(mesh), shares or {})
+        self.communication: Communication = Communication(cluster.links(mesh), shares or {})
+        self.narrow: dict[str, Crossing] = crossings(self.communication.links, mesh.names)
         self._roofline = Roofline(cluster.device)
         self._byte_seconds = 1 / cluster.device.memory_rate
         gathers_tori = compiler_of(cluster).gathers_tori
@@ -349,8 +357,21 @@ class CostModel:
         step, widened = steps[0], facts.sums.widened[op.index]
         if widened > 1:
             nbytes = step.nbytes * widened
-            step = replace(step, seconds=float(self.communication.seconds(step.kind, nbytes, step.axes)), compiled_nbytes=nbytes)
+            step = replace(step, seconds=self._seconds(step, nbytes), compiled_nbytes=nbytes)
         return (replace(step, seconds=step.seconds / trips, trips=trips),)
+
+    def combined(self, facts: ProgramFacts, op: Op, choices: np.ndarray) -> list[Sent]:
+        """The collectives of `reduction_path` of all results under many choices ``(n, n_axes, 2)``, of which none is kept."""
+        rule, found = facts.rules[op.index], []
+        assert rule is not None, "an op that reduces has a rule"
+        trips, widened = facts.sums.accumulated[op.index], facts.sums.widened[op.index]
+        for result, value in enumerate(op.results):
+            for steps in combined_bytes(rule, choices, result, facts.graph.values[value], self.mesh.sizes):
+                once = trips != 1 and len(steps) == 1 and steps[0][0] == "all_reduce"
+                for kind, axes, rows, nbytes in steps:
+                    itemsize = 0.0 if kind == "all_gather" else facts.graph.values[value].itemsize
+                    found.append((kind, axes, None, trips if once else 1, itemsize, rows, nbytes * (max(widened, 1) if once else 1)))
+        return found
 
     def recombining_seconds(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
         """How much longer one execution of an op takes if its partial results are combined in each trip of a loop, not once after it."""
@@ -360,8 +381,10 @@ class CostModel:
         """A step that was combined after a loop as it is in each of its trips."""
         if not step.compiled_nbytes:
             return replace(step, seconds=step.seconds * step.trips, trips=1)
-        seconds = float(self.communication.seconds(step.kind, step.nbytes, step.axes))
-        return replace(step, seconds=seconds, trips=1, compiled_nbytes=0.0)
+        return replace(step, seconds=self._seconds(step, step.nbytes), trips=1, compiled_nbytes=0.0)
+
+    def _seconds(self, step: Step, nbytes: float) -> float:
+        return float(self.communication.seconds(step.kind, nbytes, step.axes, step.groups, step.itemsize))
 
     def exchange_path(self, facts: ProgramFacts, op: Op, choice: Choice) -> tuple[Step, ...]:
         """The collectives in which an op's shards send each other parts of operands."""
@@ -385,11 +408,6 @@ class CostModel:
         exchange = self.exchange_path(facts, op, choice)
         combinations = [self.reduction_path(facts, op, choice, k) for k in range(len(op.results))]
         return tuple(chain(exchange, *combinations)) if exchange or len(combinations) > 1 else combinations[0]
-
-    def own_seconds(self, step: Step) -> float:
-        """The seconds of an op's step that was found on a mesh of the same sizes, perhaps on other links."""
-        nbytes = step.compiled_nbytes or step.nbytes
-        return 0.0 if step.kind == "slice" else float(self.communication.seconds(step.kind, nbytes, step.axes, step.groups)) / step.trips
 
 
 def _dtype(op: Op, values: tuple[Value, ...]) -> str:

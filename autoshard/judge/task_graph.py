@@ -159,7 +159,7 @@ class TaskGraph:
         """Ends a loop's region, one run of which takes this; gives the loop's task in the region around it."""
         body, outside = self.region, self.region.outside
         assert outside is not None, "the program itself is not left"
-        self.region = outside
+        self.region: Region = outside
         task = outside.add(self.op, seconds * body.runs / (outside.runs or 1), COMPUTE, body.needs)
         outside.loops[task] = body
         return outside, task
@@ -180,7 +180,8 @@ class TaskGraph:
     def resize(self, region: Region, task: int, nbytes: float) -> None:
         """Changes the bytes of a collective to those that the compiler makes of the plan's."""
         sent = self.sent[region.sent[task]]
-        seconds = float(self._model.communication.seconds(sent.step.kind, nbytes, sent.step.axes, sent.step.groups))
+        step = sent.step
+        seconds = float(self._model.communication.seconds(step.kind, nbytes, step.axes, step.groups, step.itemsize))
         self._change(region, task, replace(sent, step=replace(sent.step, seconds=seconds), nbytes=nbytes), saves=True)
 
     def drop(self, region: Region, task: int) -> None:
@@ -198,7 +199,7 @@ class TaskGraph:
         """Combines after a loop partial sums that were planned to be combined in each trip."""
         sent = self.sent[region.sent[task]]
         nbytes = sent.step.nbytes * widened
-        seconds = float(self._model.communication.seconds(sent.step.kind, nbytes, sent.step.axes)) / trips
+        seconds = float(self._model.communication.seconds(sent.step.kind, nbytes, sent.step.axes, itemsize=sent.step.itemsize)) / trips
         self._change(region, task, replace(sent, step=replace(sent.step, seconds=seconds, trips=trips), nbytes=nbytes), saves=True)
 
     def _change(self, region: Region, task: int, after: Sent, saves: bool) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from autoshard.ir import Dims, Rule
+from autoshard.lower import ring
 from autoshard.lower.element_types import all_gather, permute
 from autoshard.rules.contraction import conv_window
 from autoshard.rules.shape import shift
@@ -210,6 +211,7 @@ def _pool_gradient(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Se
 
 
 BODIES: Mapping[str, Callable[..., list[Any]]] = {
+    **ring.BODIES,
     **{primitive: _cumulative(join) for primitive, join in _JOINED.items()},
     "argmax": _argmax,
     "argmin": _argmax,

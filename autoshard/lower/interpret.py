@@ -93,6 +93,10 @@ class Interpreter:
             arrays.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
+    def remade(self, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
+        """A whole program as it is evaluated."""
+        return jax.make_jaxpr(lambda *arguments: self.run(jaxpr.jaxpr, jaxpr.consts, arguments))(*types_of(jaxpr.jaxpr.invars))
+
     def _equation(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
         if has_custom_rule(eqn.primitive.name) and self.differentiable:
             return self._custom(eqn, operands, path)
@@ -128,7 +132,7 @@ class Interpreter:
         """The op of an equation; None for dead code."""
         return self.ops.get(path)
 
-    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
+    def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
         """The JAX context of the equation; none where that has a mesh, which may be the trace's placeholder."""
         return eqn.ctx.manager if eqn.ctx.cur_abstract_mesh.empty else nullcontext()
 
@@ -237,7 +241,7 @@ def retraced(
     return new.jaxpr, []
 
 
-def manual_context(eqn: JaxprEqn) -> AbstractContextManager:
+def manual_context(eqn: JaxprEqn) -> AbstractContextManager[Any]:
     """The JAX context of an equation, with the mesh of the manual computation."""
     context = eqn.ctx
     usual = context.threefry_partitionable == jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]

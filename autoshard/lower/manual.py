@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
 from autoshard.analysis.values import free_values, readers_of
+from autoshard.cost.narrow_sums import Crossing, is_narrow
 from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations
 from autoshard.cost.windows import Window, Windows
@@ -52,6 +53,7 @@ from autoshard.ir.scan import num_carry, num_consts
 from autoshard.lower.collectives import combined, moved
 from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, unread
 from autoshard.lower.mesh import to_partition_spec
+from autoshard.lower.narrow import narrow_all_reduce, narrow_reduce_scatter
 from autoshard.lower.nested import Inside, Mesh, axes_of
 from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
@@ -92,11 +94,18 @@ def manual_program(
     assignment: Assignment,
     mesh: Mesh,
     reshard_path: ReshardPath,
+    copies: jax.sharding.Mesh | None = None,
+    narrow: Mapping[str, Crossing] | None = None,
 ) -> Callable[..., list[Any]]:
     """The function of ``jaxpr``, from flat arguments to flat results, sharded by the assignment.
 
     ``graph`` and ``rules`` are those of the same jaxpr. To be called under `jax.jit`, and not to be differentiated: custom derivatives
     inside are inlined.
+
+    Args:
+        copies: the mesh with one more axis, the first, each index of which runs a copy of the program on arguments of its own: arguments
+            and results have one more dimension, the first, split over it.
+        narrow: the mesh axes along which sums cross levels in a narrow type.
 
     Raises:
         ShardingError: there is an `obstacle`.
@@ -108,6 +117,7 @@ def manual_program(
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
     free, holders = tuple(free_values(graph)), holder_values(graph)
     plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
+    plan = replace(plan, narrow=narrow or {})
     plan = replace(plan, late=late.values | _late_transposes(plan))
     leaving = result_layouts(graph, assignment)
 
@@ -125,15 +135,20 @@ def manual_program(
         unread = constants[len(jaxpr.consts) :]
         return lax.optimization_barrier((placed, *unread))[0] if unread else placed
 
+    def copy(constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        return [x[None] for x in one_device(constants, [x[0] for x in arguments])]
+
     def spec(value: int, layout: Layout) -> PartitionSpec:
-        return to_partition_spec(layout, graph.values[value].rank, assignment.mesh.names)
+        own = to_partition_spec(layout, graph.values[value].rank, assignment.mesh.names)
+        return own if copies is None else PartitionSpec(copies.axis_names[0], *own)
 
     entering = [spec(value, plan.layout(value)) for value in graph.arguments]
     made = [spec(value, layout) for value, layout in zip(graph.results, leaving, strict=True)]
 
     # One primitive may have sharded and replicated operands, which shard_map's type check refuses.
     in_specs = [PartitionSpec()] * len(captured), entering
-    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=made, check_vma=False)
+    function, over = (one_device, mesh) if copies is None else (copy, copies)
+    mapped = jax.shard_map(function, mesh=over, in_specs=in_specs, out_specs=made, check_vma=False)
     return lambda *arguments: mapped(captured, list(arguments))
 
 
@@ -183,6 +198,7 @@ class _Plan(Plan):
             added up before they are combined (`autoshard.analysis.partial_sums`).
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
         windows: the windowed products, by op index.
+        narrow: the mesh axes along which sums cross levels in a narrow type.
     """
 
     graph: Graph
@@ -190,6 +206,7 @@ class _Plan(Plan):
     late: frozenset[int] = frozenset()
     loops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     windows: Mapping[int, Window] = field(default_factory=dict)
+    narrow: Mapping[str, Crossing] = field(default_factory=dict)
 
     @property
     def whole(self) -> Layout:
@@ -200,6 +217,18 @@ class _Plan(Plan):
         if value in self.graph.constants:
             return self.whole
         return Plan.layout(self, value)
+
+    def combined(self, x: Any, operator: str, axes: Sequence[int], scatter: Step | None = None) -> Any:
+        """The combination of partial results over some axes: on each device, or each its part after a reduce_scatter."""
+        mesh = self.assignment.mesh
+        sizes = {mesh.names[axis]: mesh.sizes[axis] for axis in axes if mesh.sizes[axis] > 1}
+        narrow = {name: each for name, each in self.narrow.items() if name in sizes}
+        is_float = operator == "sum" and jnp.issubdtype(x.dtype, jnp.floating)
+        if is_float and is_narrow(x.nbytes, x.dtype.itemsize, tuple(sizes), narrow):
+            if scatter is None:
+                return narrow_all_reduce(x, sizes, narrow)
+            return narrow_reduce_scatter(x, sizes, scatter.target[axes[0]], narrow)
+        return combined(x, operator, tuple(sizes)) if scatter is None else moved(x, scatter, mesh)
 
     def resharded(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
         """An array of the value, resharded from one layout to another."""
@@ -389,11 +418,8 @@ class _Region(Interpreter):
                 self.partial[value] = moves
             return x
         for kind, operator, axes, before, after in moves:
-            if kind == "reduce_scatter":
-                x = moved(x, Step(kind, axes, before, after, 0.0, 0.0), plan.assignment.mesh)
-            else:
-                names, sizes = plan.assignment.mesh.names, plan.assignment.mesh.sizes
-                x = combined(x, operator, tuple(names[axis] for axis in axes if sizes[axis] > 1))
+            step = Step(kind, axes, before, after, 0.0, 0.0)
+            x = plan.combined(x, operator, axes, step if kind == "reduce_scatter" else None)
             at = after
         if moves:  # otherwise XLA may combine a sum of it instead, or widen it before combining
             x = lax.optimization_barrier(x)
@@ -443,8 +469,7 @@ class _Region(Interpreter):
         found = prefetches(plan.graph, plan.rules, plan.assignment, op, plan.reshard_path)
         results = self._ahead(op, eqn, entering, found) if found else self.rebound(op, eqn, entering)
         for k, axes in partial.items():
-            names = tuple(plan.assignment.mesh.names[axis] for axis in axes)
-            summed = lax.optimization_barrier(combined(results[k - num_consts(op.params)], "sum", names))
+            summed = lax.optimization_barrier(plan.combined(results[k - num_consts(op.params)], "sum", axes))
             results[k - num_consts(op.params)] = started[k] + summed
         return self.waiting.computed(op, results, plan.graph.values)
 

@@ -12,14 +12,12 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from autoshard.errors import ClusterError
-from autoshard.ir import Graph, Layout, Mesh, Placement, layout_to_spec
+from autoshard.ir import Graph, Layout, Mesh, Placement, entry_axes, layout_to_spec
+from autoshard.ir.layout import STAGE_AXIS
 from autoshard.rules.attention import BACKWARD, FORWARD
 
 HOST = "pinned_host"
 """JAX's name of the memory of hosts that devices read and write."""
-
-STAGE_AXIS = "stage"
-"""The first axis of a pipeline's mesh."""
 
 _NEED_DEVICES = frozenset({"custom_partitioning", FORWARD, BACKWARD, "inspect_sharding", "io_callback", "pure_callback"})
 """Primitives that JAX 0.10 cannot lower for an abstract mesh; of the first there is nothing left in a manual computation."""
@@ -80,8 +78,8 @@ def stage_meshes(meshes: Sequence[Mesh], devices: Sequence[Any] | None = None) -
     return tuple(jax_mesh(mesh, found[first : first + mesh.size]) for mesh, first in zip(meshes, firsts, strict=False))
 
 
-def mesh_of_stages(stages: Sequence[Any]) -> jax.sharding.Mesh:
-    """The mesh over the devices of all stages, with a first axis ``"stage"``.
+def mesh_of_stages(stages: Sequence[Any], axis: str = STAGE_AXIS) -> jax.sharding.Mesh:
+    """The mesh over the devices of all stages, or other equal parts, with a first axis ``"stage"``, or of another name.
 
     Raises:
         ClusterError: stages have meshes of different axes, which no one mesh covers.
@@ -90,9 +88,9 @@ def mesh_of_stages(stages: Sequence[Any]) -> jax.sharding.Mesh:
     if any(mesh.axis_names != first.axis_names or mesh.devices.shape != first.devices.shape for mesh in stages):
         shapes = ", ".join(str(dict(mesh.shape)) for mesh in stages)
         raise ClusterError(f"one mesh covers stages of equal meshes, got {shapes}. Use strategy.shardings, or the stages one by one.")
-    own = [name for name in first.axis_names if name != STAGE_AXIS]  # one of size 1 that stages have themselves
+    own = [name for name in first.axis_names if name != axis]  # one of size 1 that stages have themselves
     devices = np.stack([mesh.devices for mesh in stages]).reshape(len(stages), *(first.shape[name] for name in own))
-    return jax.sharding.Mesh(devices, (STAGE_AXIS, *own), axis_types=(AxisType.Auto,) * devices.ndim)
+    return jax.sharding.Mesh(devices, (axis, *own), axis_types=(AxisType.Auto,) * devices.ndim)
 
 
 def by_rows(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding:
@@ -105,15 +103,15 @@ def by_rows(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding:
     return NamedSharding(mesh, rows_spec(parts[0].spec, dim), memory_kind=parts[0].memory_kind)
 
 
-def rows_spec(spec: PartitionSpec | Sequence[Any], dim: int = 0) -> PartitionSpec:
-    """The spec of an array over all stages, given that of the equal part along a dimension that each one has.
+def rows_spec(spec: PartitionSpec | Sequence[Any], dim: int = 0, axis: str = STAGE_AXIS) -> PartitionSpec:
+    """The spec of an array over a first axis, such as that of stages, given that of the equal part along a dimension that each one has.
 
     >>> rows_spec(PartitionSpec("data", None)), rows_spec(PartitionSpec(), 1)
     (PartitionSpec(('stage', 'data'), None), PartitionSpec(None, 'stage'))
     """
-    named = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    own = [tuple(name for name in axes if name != STAGE_AXIS) for axes in named] + [()] * (dim + 1 - len(named))
-    own[dim] = (STAGE_AXIS, *own[dim])
+    named = [entry_axes(entry) for entry in spec]
+    own = [tuple(name for name in axes if name != axis) for axes in named] + [()] * (dim + 1 - len(named))
+    own[dim] = (axis, *own[dim])
     return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in own))
 
 
@@ -143,6 +141,18 @@ def _placed(mesh: Mesh, placement: Placement, devices: Sequence[Any]) -> np.ndar
     """The devices, given row-major over the cluster, as an array of the shape ``mesh.sizes``."""
     laid = _array(devices).reshape(placement.topology).transpose(placement.dims).reshape([mesh.sizes[axis] for axis in placement.axes])
     return laid.transpose(np.argsort(placement.axes))
+
+
+def device_numbers(mesh: Mesh) -> np.ndarray:
+    """The devices of a mesh, of the shape of its axes, by their numbers row-major over the cluster, as `jax_mesh` places them.
+
+    >>> device_numbers(Mesh.of({"data": 2, "model": 2})).tolist()
+    [[0, 1], [2, 3]]
+    """
+    sizes = tuple(size for _, size in mesh.shape)
+    if mesh.placement is None:
+        return np.arange(mesh.size).reshape(sizes)
+    return _placed(mesh, mesh.placement, range(mesh.size)).transpose(mesh.order).reshape(sizes).astype(int)
 
 
 def _array(devices: Sequence[Any]) -> np.ndarray:

@@ -55,7 +55,7 @@ class Inside(Interpreter):
     def region(self) -> Inside:
         return self
 
-    def context(self, eqn: JaxprEqn) -> AbstractContextManager:
+    def context(self, eqn: JaxprEqn) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from autoshard.rules import attention
+from autoshard.rules import attention, ring
 from autoshard.rules.avals import aval_of
 from autoshard.trace.mapped import MAPPED
 from autoshard.trace.structure import around, as_call, opened, subjaxprs
@@ -18,7 +18,7 @@ ANY_PLATFORM = "cpu"
 KERNEL = "kernel"
 """The target of the calls that stand for kernels."""
 
-KERNELS = frozenset({"pallas_call", "mpmd_map", attention.FORWARD, attention.BACKWARD})
+KERNELS = frozenset({"pallas_call", "mpmd_map", attention.FORWARD, attention.BACKWARD, ring.FORWARD, ring.BACKWARD})
 """Primitives that platforms lower which have such kernels."""
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Peak
+from autoshard.compilers.buffers import Peak
 from autoshard.problem import Label, MemoryTables, Problem, Tables
 
 

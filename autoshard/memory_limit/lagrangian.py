@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Buffer, CopiesOf
+from autoshard.compilers.buffers import Buffer, CopiesOf
 from autoshard.errors import InfeasibleError
 from autoshard.judge.evaluate import Judgement
 from autoshard.memory_limit.repair import Answer, Repair

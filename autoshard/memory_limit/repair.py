@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Buffer
+from autoshard.compilers.buffers import Buffer
 from autoshard.judge.evaluate import Judgement
 from autoshard.problem import Label, Problem
 
@@ -147,11 +147,14 @@ class Repair:
         return found
 
     def _changes(self, found: Answer) -> list[tuple[int, Label]]:
-        """Other labels of single variables, on one axis each, best first: by time gained where the answer fits, else by bytes saved."""
+        """Other labels of single variables, on one axis each, best first: by time gained where the answer fits, else by bytes saved.
+
+        Where it fits, those come last, and few of them, with which the values of its peak would be beyond the limit: mostly they are.
+        """
         judgement, labels = found
-        fits = judgement.cost.peak_bytes <= self.limit
+        fits, room = judgement.cost.peak_bytes <= self.limit, self.limit - judgement.cost.peak_bytes + judgement.peak.spare_bytes
         bytes_of = dict.fromkeys(judgement.peak.charged, 1.0)
-        changes: list[tuple[float, int, int, int]] = []
+        changes: list[tuple[bool, float, int, int, int]] = []
         domains = []
         for axis in range(len(self.problem.mesh.axes)):
             tables = self.problem.tables((axis,), labels)
@@ -169,5 +172,6 @@ class Repair:
                 saved = taken[now[variable]] - taken
                 ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
                 worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[variable]]) if fits else saved > 0)
-                changes += [(float(ranks[k]), variable, axis, int(k)) for k in worth]
-        return [(variable, domains[axis][variable][k]) for _, variable, axis, k in sorted(changes)]
+                changes += [(bool(fits and -saved[k] > room), float(ranks[k]), variable, axis, int(k)) for k in worth]
+        most = sum(not beyond for beyond, *_ in changes) + BUDGETS.judged_beyond
+        return [(variable, domains[axis][variable][k]) for _, _, variable, axis, k in sorted(changes)[:most]]

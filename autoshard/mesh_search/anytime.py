@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from autoshard.concurrency import thread_seconds
 from autoshard.errors import OutOfTime, SearcherError
 from autoshard.ir import Assignment
 from autoshard.judge.evaluate import Judgement
@@ -77,8 +78,8 @@ class Timed:
 
     def last(self) -> Timed:
         """The callback of what remains to be done after the end, for `LAST_SECONDS` of this thread, or `LAST_SHARE` of all the time."""
-        until = time.thread_time() + max(LAST_SECONDS, LAST_SHARE * self.seconds)
-        return Timed(silent, time.thread_time, self.seconds, until, until)
+        until = thread_seconds() + max(LAST_SECONDS, LAST_SHARE * self.seconds)
+        return Timed(silent, thread_seconds, self.seconds, until, until)
 
 
 def timed(
@@ -87,7 +88,7 @@ def timed(
     """The progress callback, which also raises `OutOfTime` once so many seconds from now, 0 or more, are over; None: it never does.
 
     Args:
-        clock: what counts the seconds; `time.thread_time` counts those that this thread computes.
+        clock: what counts the seconds; `thread_seconds` counts those that this thread computes.
         patience: the share of the seconds after which a search ends that has found nothing within the memory limit.
     """
     if seconds is None:

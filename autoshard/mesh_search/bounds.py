@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autoshard.budgets import BUDGETS
+from autoshard.cost.record import Cost
+from autoshard.errors import ShardingError
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.memory_limit.dual_bound import LiveBytes, live_bytes_at, priced
 from autoshard.problem import NO_HINTS, Hints, Label, Problem, Tables
+from autoshard.progress import Progress
 from autoshard.reductions import low_degree, symmetry
 from autoshard.search.searcher import Solution
 
@@ -36,7 +39,9 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
         passing = MessagePassing(small.project_tables(tables), messages)
         as_long = max_sweeps * problem.n_variables // small.n_variables  # as the sweeps of the whole
         passing.run(min(BUDGETS.quotient_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
-        messages = passing.messages
+        messages, is_hopeless = passing.messages, passing.bound() < enough * (1 - BUDGETS.least_gain)
+        if enough < float("inf") and live is None and is_hopeless:  # the bound of the whole is hardly above that of equal layers
+            return problem.compute_bound(), replace(hints, messages=messages)
         passing = small.message_passing(messages, tables)
     elif live is None:
         passing = low_degree.message_passing(problem, messages)
@@ -84,6 +89,30 @@ def first_bound(problem: Problem) -> tuple[float, MessagePassing | None]:
     return problem.fixed_seconds() + passing.bound(), None if small is None else passing
 
 
+def first_bounds(problems: Iterable[Problem], progress: Progress) -> list[tuple[float, MessagePassing | None]]:
+    """`first_bound` of each; infinity where pins leave no legal sharding, which is reported when the mesh is searched."""
+    found: list[tuple[float, MessagePassing | None]] = []
+    for problem in problems:
+        progress(f"mesh {problem.mesh}, first bound", 0.0)
+        try:
+            found.append(first_bound(problem))
+        except ShardingError:
+            found.append((float("inf"), None))
+    return found
+
+
+def may_hide_more(problem: Problem, best: Cost, least: float, hints: Hints) -> bool:
+    """Whether a mesh whose bound is above the least objective, in seconds, may be faster than the best answer all the same.
+
+    Bounds are of objectives, without overlap. Where some communication of the best answer is hidden, more may be of one whose objective is
+    as near as makespans of near objectives are.
+    """
+    if best.makespan_seconds >= best.objective_seconds * (1 - BUDGETS.least_gain):
+        return False
+    enough = least * BUDGETS.near_objective
+    return message_bound(problem, BUDGETS.screening_sweeps, enough, hints)[0] < enough
+
+
 def _tabulated(problem: Problem) -> bool:
     """Whether the tables with all axes free are small enough to be made for a bound alone."""
     return problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries) <= BUDGETS.bound_entries
@@ -108,3 +137,10 @@ def bounded(problem: Problem, solution: Solution) -> Solution:
         return solution
     bound, hints = message_bound(problem, sweeps, hints=solution.hints)
     return replace(solution, lower_bound_seconds=max(min(bound, objective), solution.lower_bound_seconds), hints=hints)
+
+
+def transferred(problem: Problem, other: Problem, solution: Solution) -> Solution:
+    """The solution of a problem that differs in its placement alone, judged on this problem's links."""
+    judgement = problem.evaluate(problem.assignment(other.labels(solution.assignment)))
+    bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
+    return replace(solution, judgement=judgement, lower_bound_seconds=bound, least_seconds=float("inf"))

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
+from autoshard.errors import AutoshardError, InfeasibleError
 from autoshard.search.baselines import DataParallel, FullySharded
 from autoshard.search.searcher import Solution
 from autoshard.search.tensor_parallel import TensorParallel
@@ -27,7 +29,7 @@ def finalists(solutions: Iterable[Solution], most: int) -> tuple[Solution, ...]:
 
     The finalists of finalists and further solutions are the finalists of all.
     """
-    distinct: dict[tuple, Solution] = {}
+    distinct: dict[tuple[Any, ...], Solution] = {}
     for solution in sorted(solutions, key=lambda one: one.judgement.cost.makespan_seconds):
         distinct.setdefault(_identity(solution), solution)
     ranked = tuple(distinct.values())
@@ -58,3 +60,10 @@ def _identity(solution: Solution) -> tuple:
 def _two_digits(figure: float) -> float:
     """The unit in which a figure has two digits."""
     return 10.0 ** (math.floor(math.log10(figure)) - 1) if figure > 0 else 1.0
+
+
+def worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
+    """The error to report when no mesh has a solution: of memory errors that with the smallest peak."""
+    if isinstance(old, InfeasibleError) and isinstance(new, InfeasibleError):
+        return min(old, new, key=lambda error: error.smallest_peak_bytes or float("inf"))
+    return old if isinstance(old, InfeasibleError) else new

@@ -9,8 +9,10 @@ labels found are merged back onto few axes; a mesh on which they gain enough is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from autoshard.budgets import BUDGETS
+from autoshard.concurrency import thread_seconds, together
 from autoshard.errors import SearchLimitError
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.ir import Mesh
@@ -53,12 +55,14 @@ def refined(
         _check_work(problem)
     if labels is None:
         labels, _ = _descended(problem, problem.start(), progress)
+    computed = thread_seconds()
     if (found := _refined_mesh(problem, labels, most_axes, least_gain, progress)) is None:
         return None
     mesh, start = found
     best, least = None, problem.cost_of(labels) * (1 - least_gain)
-    for other in placed(mesh):
-        settled, cost = _descended(other, start, progress)
+    problems = placed(mesh)
+    found_on = together([partial(_placed, other, start, progress) for other in problems], seconds=thread_seconds() - computed)
+    for other, (settled, cost) in zip(problems, found_on, strict=True):
         if cost <= least:
             best, least = (other, Hints(start=tuple(settled))), cost
     if best is None or not price:
@@ -69,7 +73,7 @@ def refined(
 
 def _check_work(problem: Problem) -> None:
     """Raises `SearchLimitError` where a descent over prime axes is too much work: each axis is freed twice, or more often."""
-    n_axes = sum(map(axis_split.n_primes, problem.mesh.sizes))
+    n_axes = axis_split.n_factors(problem.mesh.sizes)
     if (n_tables := 2 * n_axes * problem.cached_for_all_meshes(_distinct_tables)) > BUDGETS.refined_tables:
         raise SearchLimitError(
             "the axes of the best mesh were not split any further: the layers of this program differ, so that it takes "
@@ -101,6 +105,11 @@ def _refined_mesh(
     if cost > split.problem.cost_of(start) * (1 - least_gain):
         return None
     return split.invert(found, AXIS_NAMES[:most_axes])
+
+
+def _placed(problem: Problem, labels: Sequence[Label], progress: Progress, is_here: bool) -> tuple[list[Label], float]:
+    """As `_descended`, in this process or another one."""
+    return _descended(problem, labels, progress if is_here else lambda *_: problem.check())
 
 
 def _descended(problem: Problem, labels: Sequence[Label], progress: Progress) -> tuple[list[Label], float]:

@@ -26,11 +26,12 @@ from autoshard.errors import AutoshardError, InfeasibleError, NothingFasterError
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.memory_limit.lagrangian import nothing_fits
 from autoshard.mesh_search.anytime import Incumbent, Timed
-from autoshard.mesh_search.bounds import bounded, first_bound, large_bound, message_bound, quotient_bound
-from autoshard.mesh_search.finalists import BASELINES, finalists
+from autoshard.mesh_search.bounds import bounded, first_bounds, large_bound, may_hide_more, message_bound, quotient_bound, transferred
+from autoshard.mesh_search.equality import figures_of, simplest_first
+from autoshard.mesh_search.finalists import BASELINES, finalists, worse
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
-from autoshard.search.baselines import DataParallel, FullySharded
+from autoshard.search.baselines import DataParallel, FullySharded, widest
 from autoshard.search.searcher import Searcher, Solution
 from autoshard.search.tensor_parallel import TensorParallel
 
@@ -95,7 +96,7 @@ def search_meshes(
             raise NothingFasterError(text, proven=search.failure is None)
         assert search.failure is not None
         raise search.failure
-    _, number, solution = search.best
+    _, number, solution = search.take_simplest()
     problem = search.plain(number)
     with suppress(OutOfTime):  # of a search that has ended; the bound that it has holds
         solution = bounded(search.in_last_seconds(number) if search.notes else problem, solution)
@@ -126,6 +127,7 @@ class _Search:
         peaks: by problem without a solution the smallest peak found, unless it is proven that nothing fits; of one placement of a mesh.
         nearest: of the problems without a solution, the one of the smallest peak.
         passings: of a quick search by problem the message passing over its quotient problem, which the next bound goes on with.
+        has_near: whether a mesh was searched though its bound is above the least objective; each takes as long as the best one.
         n_given: the number of given problems.
         reached: how many were begun with.
     """
@@ -154,10 +156,11 @@ class _Search:
     peaks: dict[int, float] = field(default_factory=dict)
     nearest: int | None = None
     passings: dict[int, MessagePassing] = field(default_factory=dict)
+    has_near: bool = False
     n_given: int = field(init=False)
     reached: int = field(default=0, init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.n_given = len(self.problems)
         self.least = self.warm.least
         for number in range(self.n_given):
@@ -277,15 +280,10 @@ class _Search:
         numbers = list(range(len(self.problems)))
         if not self.searcher.automatic or len(numbers) == 1:
             return numbers
-        firsts = []
-        for problem in self.problems:
-            self.progress(f"mesh {problem.mesh}, first bound", 0.0)
-            firsts.append(float("inf"))
-            with suppress(ShardingError):  # pins that leave no legal sharding are reported when the mesh is searched
-                firsts[-1], passing = first_bound(problem)
-                if self.quick and passing is not None:
-                    self.passings[len(firsts) - 1] = passing
+        firsts, passings = zip(*first_bounds(self.problems, self.progress), strict=True)
         least = min(firsts)
+        if self.quick:
+            self.passings = {number: passing for number, passing in enumerate(passings) if passing is not None}
 
         def rank(number: int) -> tuple[float, ...]:
             first, mesh = firsts[number], self.problems[number].mesh
@@ -304,10 +302,14 @@ class _Search:
         if self.quick:
             return quotient_bound(problem, BUDGETS.screening_sweeps, enough, self.passings.pop(number, None)) >= enough
         bound, self.hints[number] = message_bound(problem, BUDGETS.screening_sweeps, enough, self.hints[number])
-        is_one_of_many = self.finer is not None and number < self.n_given and len(problem.mesh.axes) > PROVEN_AXES
-        if bound < enough and is_one_of_many:
+        is_one_of_several = self.finer is not None and number < self.n_given
+        if bound < enough and is_one_of_several and len(problem.mesh.axes) > PROVEN_AXES:
             bound = large_bound(problem, BUDGETS.quotient_sweeps, enough)
-        return bound >= enough
+        is_searched = any(self.problems[other].mesh.sizes == problem.mesh.sizes for other in self.solutions)
+        if bound < enough or self.best is None or self.has_near or is_searched or not is_one_of_several:
+            return bound >= enough
+        self.has_near = may_hide_more(problem, self.best[2].judgement.cost, self.least, self.hints[number])
+        return not self.has_near
 
     def _keep(self, number: int, solution: Solution) -> None:
         self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
@@ -332,8 +334,8 @@ class _Search:
                 self._keep(number, replace(solution, lower_bound_seconds=bound, finder=baseline.name))
 
     def _begin_with_baselines(self) -> None:
-        """Lets quick baselines answer on the first mesh until one fits, however long that takes, as the answer of a search that ends."""
-        first = self.incumbents[0]
+        """Lets quick baselines answer on one mesh until one fits, however long that takes, as the answer of a search that ends."""
+        first = self.incumbents[widest(self.problems[: self.n_given])]
         for baseline in (DataParallel(), FullySharded(stage=3)):
             try:
                 return first.judged(baseline.solve(first.problem).judgement)
@@ -352,19 +354,32 @@ class _Search:
         sizes = {problem.mesh.sizes: number for number, problem in reversed([*enumerate(self.problems)])}
         numbers = sorted(sizes.values())  # one placement of each mesh, which all take the same memory
         for baseline in (DataParallel(), FullySharded(stage=3), TensorParallel()):
-            for number in numbers if baseline.differs_by_mesh else numbers[:1]:
+            for number in numbers if baseline.differs_by_mesh else [widest(self.problems[: self.n_given])]:
                 with suppress(InfeasibleError, SearchLimitError, ShardingError):
                     self.hints.setdefault(number, NO_HINTS)
                     solution = baseline.solve(self.plain(number), last)
                     return self._keep(number, replace(solution, finder=baseline.name))
 
+    def take_simplest(self) -> tuple[float, int, Solution]:
+        """The best solution: of meshes that are equal within the model's error the simplest one's, where answers are compared."""
+        assert self.best is not None
+        if self.searcher.automatic and self.n_finalists > 1:
+            error = self.problems[self.best[1]].model.cluster.device.pair_error
+            _, number, fastest = self.best
+            answers = {**self.solutions, number: fastest}  # of a mesh the last answer may be a baseline's
+            number, solution = simplest_first(answers.items(), error, lambda each: figures_of(each[1]))[0]
+            if solution is not fastest:
+                self.finalists = finalists((*self.finalists, fastest), self.n_finalists)
+                self.best = solution.judgement.cost.makespan_seconds, number, solution
+        return self.best
+
     def others(self) -> tuple[Solution, ...]:
         """The finalists without the best solution."""
         assert self.best is not None
         best = self.best[-1]
-        ranked = finalists((best, *self.finalists), self.n_finalists)
+        ranked = [each for each in finalists((best, *self.finalists), self.n_finalists) if each is not best]
         notes = *self.notes, *self.left_out
-        return tuple(replace(solution, notes=(*solution.notes, *notes)) for solution in ranked[1:] if solution is not best)
+        return tuple(replace(solution, notes=(*solution.notes, *notes)) for solution in ranked[: self.n_finalists - 1])
 
     def end_early(self) -> None:
         """Makes incumbents solutions; where an automatic searcher has none, a baseline's that fits, if any does, on any mesh."""
@@ -383,17 +398,3 @@ class _Search:
             f"the search ended early, on {'mesh' if several else 'placement'} {reached} of {len(self.problems)}{rest}: "
             "this is the best strategy that it had found",
         )
-
-
-def transferred(problem: Problem, other: Problem, solution: Solution) -> Solution:
-    """The solution of a problem that differs in its placement alone, judged on this problem's links."""
-    judgement = problem.evaluate(problem.assignment(other.labels(solution.assignment)))
-    bound = min(problem.compute_bound(), judgement.cost.objective_seconds)
-    return replace(solution, judgement=judgement, lower_bound_seconds=bound, least_seconds=float("inf"))
-
-
-def worse(old: AutoshardError | None, new: AutoshardError) -> AutoshardError:
-    """The error to report when no mesh has a solution: of memory errors that with the smallest peak."""
-    if isinstance(old, InfeasibleError) and isinstance(new, InfeasibleError):
-        return min(old, new, key=lambda error: error.smallest_peak_bytes or float("inf"))
-    return old if isinstance(old, InfeasibleError) else new

@@ -4,6 +4,7 @@
 `rewrite` makes the program; `batch` finds which arguments are the batch, and refuses programs whose examples depend on each other.
 """
 
-from autoshard.microbatch.batch import divisors, in_loop, loop_of_batch, microbatched
+from autoshard.microbatch.batch import divisors, in_loop, loop_of_batch, microbatched, passes_of
+from autoshard.microbatch.several import Pass
 
-__all__ = ["divisors", "in_loop", "loop_of_batch", "microbatched"]
+__all__ = ["Pass", "divisors", "in_loop", "loop_of_batch", "microbatched", "passes_of"]

@@ -11,16 +11,17 @@ import jax
 
 from autoshard.errors import TraceError
 from autoshard.ir import Graph, Rule
-from autoshard.lower import ops_by_path
-from autoshard.microbatch.nested import Steps, WithBodies, steps_inside
+from autoshard.ir.rewrites import Microbatches
+from autoshard.lower import AsItIs, ops_by_path
+from autoshard.microbatch.nested import Steps, WithBodies, one_after_the_other, steps_inside
 from autoshard.microbatch.plan import LEAST_SHARE, Loop, plan_loop
 from autoshard.microbatch.rewrite import in_microbatches
 from autoshard.microbatch.rules import batch_rules
-from autoshard.microbatch.several import in_several_loops
+from autoshard.microbatch.several import MOST_LOOPS, Pass, in_several_loops, several_passes
 from autoshard.microbatch.work import Work
 from autoshard.render import format_alternatives
 from autoshard.search import alike_arguments
-from autoshard.trace import Traced, rebuilt, types_of
+from autoshard.trace import Traced, of_jaxpr, rebuilt, types_of
 
 ELSE = "or leave microbatches out; in stages such a step runs with microbatches=1."
 
@@ -29,17 +30,16 @@ NAMED = "Give the batch as an argument with a dimension of examples, and name it
 CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
 
 
-def microbatched(traced: Traced, n: int) -> Traced:
-    """The program as a loop over ``n`` microbatches; itself for one.
-
-    Results are those of the whole batch, up to the order in which sums are added.
+def microbatched(rewrite: Microbatches, traced: Traced) -> Traced:
+    """The program as a loop over so many microbatches; itself for one.
 
     Raises:
-        TraceError: ``n`` is no positive number, nothing in the arguments is a batch that it divides, or products need all examples at once.
+        TraceError: it is no positive number, divides nothing in the arguments that is a batch, or products need all examples at once.
     """
+    n = rewrite.microbatches
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise TraceError(f"microbatches are a whole number, 1 or more, got {n!r}. Use 2, for instance.")
-    return traced if n == traced.microbatches else in_loop(traced, n, several=True)
+    return traced if n == 1 else in_loop(traced, n, several=True)
 
 
 def in_loop(traced: Traced, n: int, several: bool = False, fixed: Set[int] = frozenset()) -> Traced:
@@ -63,9 +63,13 @@ def in_loop(traced: Traced, n: int, several: bool = False, fixed: Set[int] = fro
     made = _in_each(traced, steps, n)
     if several:
         return made
-    raise TraceError(
-        f"stages are cut in one step, and this program has steps inside {_loops(traced, steps)}. Search one of these by itself, or leave "
-        "stages out."
+    raise _inside_loops(traced, steps)
+
+
+def _inside_loops(traced: Traced, steps: Steps) -> TraceError:
+    return TraceError(
+        f"stages are cut in one step, or a few one after the other, and this program has steps inside {_loops(traced, steps)}. Search one "
+        f"of these by itself, write no more than {MOST_LOOPS} trips as a scan, or leave stages out."
     )
 
 
@@ -76,54 +80,120 @@ def _loops(traced: Traced, steps: Steps) -> str:
 def _in_each(traced: Traced, steps: Steps, n: int) -> Traced:
     """The program with a loop over ``n`` microbatches in each of its steps."""
     each = {index: [step and in_loop(step.traced, n, True, step.fixed) for step in bodies] for index, bodies in steps.items()}
-    interpreter = WithBodies(ops_by_path(traced.graph), each)
-
-    def function(*arguments: Any) -> list[Any]:
-        return interpreter.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, arguments)
-
-    made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
-    notes = (note for bodies in each.values() for body in bodies if body is not None for note in body.graph.assumptions)
-    note = f"microbatches are those of each step in {_loops(traced, steps)}"
-    return replace(made, graph=replace(made.graph, assumptions=tuple(dict.fromkeys((*made.graph.assumptions, note, *notes)))))
+    made = WithBodies(ops_by_path(traced.graph), each).remade(traced.jaxpr)
+    inner = (note for bodies in each.values() for body in bodies if body is not None for note in body.graph.assumptions)
+    notes = f"microbatches are those of each step in {_loops(traced, steps)}", *inner
+    return rebuilt(traced, made, *Microbatches.of(n), notes=notes)
 
 
 def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool, fixed: Set[int]) -> Traced:
     """As `in_loop`, but for steps in loops and branches."""
     graph = traced.graph
     mapped = next((op for op in graph.walk() if op.mapped), None)
-    if mapped is not None and not several:
-        raise TraceError(
-            f"stages compute parts of a step on parts of the devices, and the shard_map at {mapped.origin} computes on shards of all "
-            "devices, as its mesh fixes them. Write its work with sharding constraints instead, or leave stages out."
-        )
-    loop = _most_inside(graph, rules, n, fixed)
+    loop = _most_inside(graph, rules, n, fixed) if traced.gathers is None else _of_pass(traced, rules, n)
     function, loops, at_once = in_microbatches(traced.jaxpr, graph, rules, loop), 1, 0.0
-    if (error := _refusal(graph, rules, loop)) is not None:
+    if (error := _refusal(graph, rules, loop) if traced.gathers is None else None) is not None:
         found = in_several_loops(traced, loop) if several and mapped is None else None
         if found is None:
             raise error
         function, loops, at_once = found
     split = ", ".join(f"{_path(graph, value)} along dimension {dim}" for value, dim in loop.batch.items())
-    try:
-        made = rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), n)
-    except TraceError:
-        if error is None:
-            raise
-        raise error from None  # why one loop would not do says more than why several do not
-    note = f"the step computes {n} microbatches one after the other, each of one example in {n}, and adds gradients up; split: {split}"
+    note = f"{Microbatches(n).describe()}; split: {split}"
     if loops > 1:
         note += f"; in {loops} such loops, since later parts of the step read what comes of all examples in earlier ones"
     if at_once > LEAST_SHARE:
         note += f"; {at_once:.1%} of the {Work.of(graph).unit}s read all examples at once, as the scores of all pairs do"
-    return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, note)))
+    try:
+        return rebuilt(traced, jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars)), *Microbatches.of(n), notes=(note,))
+    except TraceError:
+        if error is None:
+            raise
+        raise error from None  # why one loop would not do says more than why several do not
 
 
-def loop_of_batch(graph: Graph, rules: Sequence[Rule | None], n: int) -> Loop:
+def passes_of(traced: Traced, n: int) -> tuple[Pass, ...]:
+    """The passes over microbatches of a step: programs whose batch `in_loop` finds again, each of which is one loop.
+
+    One pass is the step itself. The last of several has the step's arguments first, whether it reads them or not, and its results. The
+    trips of a scan whose body is a step, such as passes over minibatches, are written out.
+
+    Raises:
+        TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
+    """
+    try:
+        return _passes(traced, n)
+    except TraceError:
+        steps = steps_inside(traced, batch_rules(traced.graph))
+        if not steps:
+            raise
+    if (program := one_after_the_other(traced, steps, MOST_LOOPS)) is None:
+        raise _inside_loops(traced, steps)
+    return passes_of(program, n)
+
+
+def _passes(traced: Traced, n: int) -> tuple[Pass, ...]:
+    """As `passes_of`, but for steps in loops."""
+    rules = batch_rules(traced.graph)
+    loop = _most_inside(traced.graph, rules, n)
+    if (error := _refusal(traced.graph, rules, loop)) is None:
+        return (Pass(traced, tuple(range(len(traced.graph.arguments))), {}, loop, False),)
+    found = several_passes(traced, loop)
+    if found is None or any(dim > 1 for each in found[0] for dim in each.batch.values()):
+        raise error
+    return tuple(_named(traced, each, number, number == len(found[0]) - 1) for number, each in enumerate(found[0]))
+
+
+def _named(step: Traced, own: Pass, number: int, is_last: bool) -> Pass:
+    """A pass with the names of what it reads and makes, without arguments that it does not read; the last one has all those of the step."""
+    graph, whole = own.traced.graph, step.graph
+    read = {value for op in graph.ops for value in op.operands} | set(graph.results)
+    own_of_step = [is_last and isinstance(each, int) for each in own.operands]
+    kept = [k for k, value in enumerate(graph.arguments) if own_of_step[k] or value in read]
+    interpreter = AsItIs(ops_by_path(graph))
+
+    def function(*arguments: Any) -> list[Any]:
+        given = dict(zip(kept, arguments, strict=True))
+        return interpreter.run(own.traced.jaxpr.jaxpr, own.traced.jaxpr.consts, [given.get(k) for k in range(len(graph.arguments))])
+
+    types = types_of(own.traced.jaxpr.jaxpr.invars)
+    operands = tuple(own.operands[k] for k in kept)
+    batch = {place: own.batch[k] for place, k in enumerate(kept) if k in own.batch}
+    first, second = (frozenset(place for place, dim in batch.items() if dim == wanted) for wanted in (0, 1))
+    results = whole.result_paths if is_last else [_handed(number, k) for k in range(len(graph.results))]
+    traced = of_jaxpr(
+        whole.name if is_last else f"{whole.name}_pass{number}",
+        jax.make_jaxpr(function)(*(types[k] for k in kept)),
+        [whole.argument_paths[each] if isinstance(each, int) else _handed(*each) for each in operands],
+        results,
+        whole.aliases if is_last else (),
+        whole.donated if is_last else (),
+        examples=(first, second),
+    )
+    return replace(own, traced=replace(traced, gathers=own.gathers), operands=operands, batch=batch)
+
+
+def _handed(number: int, k: int) -> str:
+    """The name of what a pass hands on."""
+    return f"pass{number}[{k}]"
+
+
+def _of_pass(traced: Traced, rules: Sequence[Rule | None], n: int) -> Loop:
+    """The plan of the loop of one pass, whose examples are known."""
+    graph = traced.graph
+    assert graph.examples is not None and traced.gathers is not None, "a pass"
+    batch = {graph.arguments[k]: dim for dim, places in enumerate(graph.examples) for k in sorted(places)}
+    return plan_loop(graph, rules, batch, n, traced.gathers)
+
+
+def loop_of_batch(traced: Traced, rules: Sequence[Rule | None], n: int) -> Loop:
     """The plan of the batch that has most of the products in the loop.
 
     Raises:
         TraceError: nothing in the arguments is a batch that ``n`` divides, or products need all examples at once.
     """
+    graph = traced.graph
+    if traced.gathers is not None:
+        return _of_pass(traced, rules, n)
     loop = _most_inside(graph, rules, n)
     if (error := _refusal(graph, rules, loop)) is not None:
         raise error
@@ -166,12 +236,17 @@ def _most_inside(graph: Graph, rules: Sequence[Rule | None], n: int, fixed: Set[
         if inside >= total * (1 - LEAST_SHARE):
             break
     if best is None:
-        why = f"of what could be one, {_listed(indivisible)} examples" if indivisible else "no argument holds examples"
-        remedy = f"Use {format_alternatives(possible)}" if possible else NAMED
-        raise TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. {remedy}.")
+        raise _no_batch(n, indivisible, possible)
     if not best[0][-1]:
         raise _nothing_inside(graph, best[1], indivisible)
     return best[1]
+
+
+def _no_batch(n: int, indivisible: Sequence[str], possible: Sequence[int]) -> TraceError:
+    """The error where nothing in the arguments is a batch that ``n`` divides."""
+    why = f"of what could be one, {_listed(indivisible)} examples" if indivisible else "no argument holds examples"
+    remedy = f"Use {format_alternatives(possible)}" if possible else NAMED
+    return TraceError(f"the number of microbatches divides a batch among the arguments, got {n}: {why}. {remedy}.")
 
 
 def _nothing_inside(graph: Graph, loop: Loop, indivisible: Sequence[str]) -> TraceError:

@@ -10,14 +10,16 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from autoshard.ir import Graph, Op, Rule
-from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import AsItIs, Path, bind
+from autoshard.ir.scan import num_carry, num_consts, scan_parts
+from autoshard.lower import AsItIs, Path, bind, ops_by_path
 from autoshard.microbatch.plan import LEAST_SHARE
 from autoshard.microbatch.work import Work
-from autoshard.trace import Traced, of_jaxpr, subjaxprs
+from autoshard.trace import Traced, of_jaxpr, rebuilt, subjaxprs
 from autoshard.trace.structure import entering, opened, with_bodies
 
 
@@ -72,6 +74,36 @@ def _step(graph: Graph, rules: Sequence[Rule | None], work: Work, op: Op, number
     names = [name(k, at) + ("[i]" if k >= sliced else "") for k, at in enumerate(positions)]
     fixed = frozenset(k for k, at in enumerate(positions) if at is None or op.operands[at] not in of_examples)
     return Step(of_jaxpr("step", ClosedJaxpr(body, consts), names, [f"[{k}]" for k in range(len(body.outvars))]), fixed)
+
+
+def one_after_the_other(traced: Traced, steps: Steps, most: int) -> Traced | None:
+    """The program with the trips of the scans that are steps written out; None where they are others than scans, or have more trips."""
+    ops = [op for op in traced.graph.ops if op.index in steps]
+    if any(op.primitive != "scan" for op in ops) or sum(op.equation.params["length"] for op in ops) > most:
+        return None
+    return rebuilt(traced, _WrittenOut(ops_by_path(traced.graph), steps).remade(traced.jaxpr))
+
+
+class _WrittenOut(AsItIs):
+    """Evaluates a program with the trips of some scans of the top level one after the other."""
+
+    def __init__(self, ops: Mapping[Path, Op], steps: Steps):
+        super().__init__(ops)
+        self._steps = steps
+
+    def control_flow(self, op: Op, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if op.index not in self._steps:
+            return super().control_flow(op, eqn, operands)
+        consts, carry, slices = scan_parts(eqn.params, operands)
+        (body,) = subjaxprs(eqn)
+        trips, n, made = range(eqn.params["length"]), len(carry), list[list[Any]]()
+        for i in reversed(trips) if eqn.params["reverse"] else trips:
+            own = (lax.index_in_dim(jnp.asarray(x), i, 0, keepdims=False) for x in slices)
+            results = jaxpr_as_fun(ClosedJaxpr(*opened(body)))(*consts, *carry, *own)
+            carry = results[:n]
+            made.append(results[n:])
+        stacked = zip(*(made[::-1] if eqn.params["reverse"] else made), strict=True)
+        return [*carry, *map(jnp.stack, stacked)]
 
 
 class WithBodies(AsItIs):

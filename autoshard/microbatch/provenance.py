@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ import numpy as np
 
 from autoshard.ir import Graph, Op
 from autoshard.ir.scan import num_carry, num_consts
+from autoshard.microbatch.positions import Positions
 from autoshard.microbatch.searching import search_of
 from autoshard.primitives import linear
-from autoshard.trace.structure import called_with
+from autoshard.trace.structure import inputs_of
 
 Number = int | float | bool
 
@@ -34,15 +35,6 @@ _FOLDED: Mapping[str, Callable[..., Number]] = {
 _POSITIONS = frozenset({"argmax", "argmin", "iota"})
 """Primitives whose results are positions, and so not negative."""
 _COUNTING = 2**24  # float32 counts so far without rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """An array whose elements are their positions along a dimension, divided by a number and rounded down, plus an offset."""
-
-    dim: int
-    offset: int
-    each: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +62,8 @@ class Provenance:
             self.makers.update((value, (op, k)) for k, value in enumerate(op.results))
             self.outer.update(_entering(op))
         self.reordered: dict[int, int] = {}  # per value that has the rows of another one in another order, that one; found by others
-        self._slices = {value for op in graph.walk() if op.primitive == "scan" for value in _sliced(op)}
+        scans = [(op.bodies[0].inputs, num_consts(op.params) + num_carry(op.params)) for op in graph.walk() if op.primitive == "scan"]
+        self._slices = {value for inputs, first in scans for value in inputs[first:]}
 
     def maker(self, value: int) -> tuple[Op | None, int]:
         """The op that makes a value, through the inputs and the stacks of bodies, and which of its results it is; None for others."""
@@ -149,7 +142,7 @@ class Provenance:
                 found, before, after = self.positions(op.operands[0]), values[op.operands[0]], values[made]
                 if found is None or not after.dtype.startswith(("int", "uint")):
                     return None
-                return _reshaped(found, before.shape, after.shape)
+                return found.reshaped(before.shape, after.shape)
         return self.positions(op.operands[0]) if op.primitive in _SAME else None
 
     # -- keys ---------------------------------------------------------------------------------------------------------------
@@ -391,42 +384,9 @@ class Provenance:
         return value
 
 
-def _reshaped(found: Positions, before: Sequence[int], after: Sequence[int]) -> Positions | None:
-    """Positions in another shape: their dimension, or that and all smaller ones as one.
-
-    >>> _reshaped(Positions(0, 0), (4, 2), (8,)), _reshaped(Positions(1, 0), (4, 2), (8,))
-    (Positions(dim=0, offset=0, each=2), None)
-    """
-    outside = math.prod(before[: found.dim])
-    for dim in range(len(after)):
-        if math.prod(after[:dim]) != outside or after[dim] % before[found.dim] or after[dim] == 1:
-            continue
-        return Positions(dim, found.offset, found.each * (after[dim] // before[found.dim]))
-    return None
-
-
 def _entering(op: Op) -> Iterator[tuple[int, int]]:
     """The inputs of an op's bodies, each with what the op is called with; not what a loop carries."""
-    match op.primitive:
-        case "scan":
-            first, last = num_consts(op.params), num_consts(op.params) + num_carry(op.params)
-            (body,) = op.bodies
-            pairs = [*zip(body.inputs, op.operands, strict=True)]
-            yield from (*pairs[:first], *pairs[last:])
-        case "while":
-            n_cond, n_body = op.params["cond_nconsts"], op.params["body_nconsts"]
-            yield from zip(op.bodies[0].inputs[:n_cond], op.operands[:n_cond], strict=True)
-            yield from zip(op.bodies[1].inputs[:n_body], op.operands[n_cond : n_cond + n_body], strict=True)
-        case "cond":
-            for body in op.bodies:
-                yield from zip(body.inputs, op.operands[1:], strict=True)
-        case "remat2" | "custom_linear_solve":
-            called = called_with(op.primitive, op.params, len(op.operands))
-            yield from zip(op.bodies[0].inputs, (op.operands[k] for k in called), strict=True)
-
-
-def _sliced(op: Op) -> Iterator[int]:
-    """The inputs of a scan's body that are slices."""
-    yield from op.bodies[0].inputs[num_consts(op.params) + num_carry(op.params) :]
-
-
+    if op.primitive in ("scan", "while", "cond", "remat2", "custom_linear_solve"):
+        positions = inputs_of(op.primitive, op.params, len(op.operands), len(op.results), len(op.bodies))
+        for body, own in zip(op.bodies, positions, strict=False):
+            yield from ((value, op.operands[k]) for value, k in zip(body.inputs, own, strict=True) if k is not None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,8 +35,51 @@ MOST_AROUND = 0.25  # of the step's products, such as the scores of all pairs of
 Function = Callable[..., list[Any]]
 
 
+Operand = int | tuple[int, int]
+"""An argument of the step by its position; or a result of an earlier pass, by the number of the pass and its position there."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """A part of a step that is one loop over microbatches, and what comes before and after it.
+
+    Attributes:
+        traced: its program; its results are what later passes read of it, or those of the step.
+        operands: per argument of the program what it is.
+        batch: per position of an argument that is split, its dimension.
+        loop: the plan of its loop.
+        gathers: as in `plan_loop`.
+    """
+
+    traced: Traced
+    operands: tuple[Operand, ...]
+    batch: Mapping[int, int]
+    loop: Loop
+    gathers: bool
+
+
 def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int, float] | None:
     """The program in several loops over microbatches, how many, and the share of products that read all examples at once.
+
+    None where `several_passes` has none.
+    """
+    if (found := several_passes(traced, loop)) is None:
+        return None
+    passes, at_once = found
+
+    def function(*arguments: Any) -> list[Any]:
+        made: list[list[Any]] = []
+        for each in passes:
+            own = [arguments[k] if isinstance(k, int) else made[k[0]][k[1]] for k in each.operands]
+            graph = each.traced.graph
+            made.append(in_microbatches(each.traced.jaxpr, graph, batch_rules(graph), each.loop)(*own))
+        return made[-1]
+
+    return function, len(passes), at_once
+
+
+def several_passes(traced: Traced, loop: Loop) -> tuple[tuple[Pass, ...], float] | None:
+    """The program in passes one after the other, and the share of products that read all examples at once.
 
     None where that is not possible, or too much would be computed twice or at once.
 
@@ -49,9 +93,9 @@ def in_several_loops(traced: Traced, loop: Loop) -> tuple[Function, int, float] 
     batch = {traced.graph.arguments.index(value): dim for value, dim in loop.batch.items()}
     for gathers in (True, False):
         cutter = _Cutter(loop.n, work, total, gathers)
-        function = cutter.looped(traced, batch, MOST_LOOPS, math.inf)
-        if function is not None and cutter.around <= MOST_AROUND * total and cutter.done <= MOST_WORK * total:
-            return function, cutter.loops, cutter.around / total
+        is_cut = cutter.cut(traced, range(len(traced.graph.arguments)), batch, MOST_LOOPS, math.inf)
+        if is_cut and cutter.around <= MOST_AROUND * total and cutter.done <= MOST_WORK * total:
+            return tuple(cutter.passes), cutter.around / total
     return None
 
 
@@ -61,18 +105,20 @@ class _Cutter:
     Attributes:
         work, total: the measure of work, and the step's.
         gathers: as in `plan_loop`.
-        loops: how many there are so far.
+        passes: what was cut so far.
         done, around: the work of them all, and of what waits for all examples: not of an optimizer.
     """
 
     def __init__(self, n: int, work: Work, total: float, gathers: bool):
         self.n, self.work, self.total, self.gathers = n, work, total, gathers
-        self.loops, self.done, self.around = 0, 0.0, 0.0
+        self.passes: list[Pass] = []
+        self.done, self.around = 0.0, 0.0
 
-    def looped(self, traced: Traced, batch: Mapping[int, int], most: int, before: float) -> Function | None:
-        """The function of a program, from flat arguments to flat results, in about so many loops at most; None where they are too few.
+    def cut(self, traced: Traced, operands: Sequence[Operand], batch: Mapping[int, int], most: int, before: float) -> bool:
+        """Cuts a program, in about so many passes at most; whether they are enough. The last one has its results.
 
         Args:
+            operands: per argument of the program what it is.
             batch: per position of an argument that is split, its dimension.
             before: work that waited for all examples before the last cut; one that hardly changes them counts as several, so that a step
                 with normalisations over the batch in each of many layers is given up soon.
@@ -81,22 +127,21 @@ class _Cutter:
         loop = plan_loop(graph, rules, {graph.arguments[place]: dim for place, dim in batch.items()}, self.n, self.gathers, self.work)
         waiting = sum(flops for _, flops in loop.coupled)
         if (loop.obstacle(self.total) is None and not loop.is_cut) or not loop.awaited:
-            self.loops += 1
+            self.passes.append(Pass(traced, tuple(operands), batch, loop, self.gathers))
             self.done += self.work.of_ops(graph.ops, rules, graph)
             self.around += waiting
-            return in_microbatches(traced.jaxpr, graph, rules, loop)
+            return True
         most -= 1 if before - waiting > self.total / MOST_LOOPS else SLOW_CUT
         if most < 1:
-            return None
+            return False
         handed, n = _handed_on(graph, loop), len(graph.arguments)
         early = _early(traced.jaxpr, graph, handed)
-        first = self.looped(early, batch, most, math.inf)
+        if not self.cut(early, operands, batch, most, math.inf):
+            return False
+        made = [(len(self.passes) - 1, k) for k in range(len(handed))]
         sliced = {n + place: loop.status(value).dim for place, value in enumerate(handed) if _is_sliced(loop, value)}
         late = _late(traced.jaxpr, graph, handed, early.jaxpr.out_avals)
-        rest = None if first is None else self.looped(late, {**batch, **sliced}, most, waiting)
-        if first is None or rest is None:
-            return None
-        return lambda *arguments: rest(*arguments, *first(*arguments))
+        return self.cut(late, [*operands, *made], {**batch, **sliced}, most, waiting)
 
 
 def _handed_on(graph: Graph, loop: Loop) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from autoshard.ir import Op, Rule, Value
 from autoshard.microbatch.elements import EXAMPLES, Content, Coordinates, Elements, Positions, elements_of
 from autoshard.microbatch.elements import Made as Array
-from autoshard.microbatch.provenance import Positions as Counted
+from autoshard.microbatch.positions import Positions as Counted
 from autoshard.microbatch.provenance import Provenance
 from autoshard.microbatch.searching import search_of
 from autoshard.microbatch.status import ZERO, Coupled, Made, Move, Status, partial, slice_along, split_along

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from autoshard.errors import AutoshardError
 from autoshard.parameter_server.server import Program, Server
 from autoshard.parameter_server.worker import Worker
+from autoshard.ray_cluster import worker_environment
 
 
 class Actors:
@@ -35,10 +34,8 @@ class Actors:
 
     def _options(self, given: Mapping[str, Any], name: str, on_cpu: bool) -> dict[str, Any]:
         """Ray's options of one actor, which imports what this process can import."""
-        own = [os.path.abspath(path) for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
-        variables = {"PYTHONPATH": os.pathsep.join(own)} | ({"JAX_PLATFORMS": "cpu"} if on_cpu else {})
         environment = dict(given.get("runtime_env") or {})
-        environment["env_vars"] = variables | dict(environment.get("env_vars") or {})
+        environment["env_vars"] = worker_environment(on_cpu) | dict(environment.get("env_vars") or {})
         return {"max_restarts": self.max_restarts, "name": name, **given, "runtime_env": environment}
 
     def stop(self) -> None:

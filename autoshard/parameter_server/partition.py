@@ -99,7 +99,7 @@ def added(params: Any, updates: Any) -> Any:
     return jax.tree.map(lambda value, update: (value + update).astype(value.dtype), params, updates)
 
 
-def part_optimizer(optimizer: optax.GradientTransformation, params: Any, part: Part) -> tuple[Callable, Callable]:
+def part_optimizer(optimizer: optax.GradientTransformation, params: Any, part: Part) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Two jitted functions of lists of the part's leaves: ``init(leaves) -> state`` and ``update(leaves, state, gradients of each worker)
     -> (leaves, state)``, which averages the gradients.
 

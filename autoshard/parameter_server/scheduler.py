@@ -58,7 +58,7 @@ class Scheduler:
 
     def __init__(self, ray: Any, actors: Actors, program: Program, settings: Settings, leaves: Sequence[np.ndarray] | None):
         self.ray, self.actors, self.program, self.settings = ray, actors, program, settings
-        self.given = [None if leaves is None else ray.put([leaves[i] for i in part.leaves]) for part in program.parts]
+        self.given: list[Any | None] = [None if leaves is None else ray.put([leaves[i] for i in part.leaves]) for part in program.parts]
         self.clocks = [0] * program.workers  # steps whose gradients were pushed, of each worker
         self.updates = self.rollbacks = 0
         self.losses = np.full((settings.steps, program.workers), np.nan, np.float32)

@@ -31,7 +31,7 @@ class Program:
         max_staleness: steps for which a worker reads a row from its cache without asking whether it has changed.
     """
 
-    gradients_fn: Callable
+    gradients_fn: Callable[..., Any]
     params: Any
     init: Callable[[], Any] | None
     optimizer: optax.GradientTransformation
@@ -60,7 +60,7 @@ class Server:
     def __init__(self, program: Program, index: int):
         self.program, self.index = program, index
         self.updates: int | None = None  # none until `start`
-        self.part = program.parts[index]
+        self.part: Part = program.parts[index]
         self.init_state, self.update = part_optimizer(program.optimizer, program.params, self.part)
 
     def process(self) -> int:
@@ -130,7 +130,7 @@ class Server:
                 f"a checkpoint continues the training that wrote it, with the same parameters, optimizer, tables and number of servers, "
                 f"and {str(path)!r} differs in {', '.join(map(repr, differs[:3]))}. Pass what it was written with, or another folder."
             )
-        self.leaves = [jax.numpy.asarray(got[name]) for name in wanted if name.startswith("parameter")]
+        self.leaves: Any = [jax.numpy.asarray(got[name]) for name in wanted if name.startswith("parameter")]
         self.state = [jax.numpy.asarray(got[name]) for name in wanted if name.startswith("state/")]
         for name, shard in self.tables.items():
             shard.rows, shard.versions = got[f"table/{name}"], got[f"versions/{name}"]

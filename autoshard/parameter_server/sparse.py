@@ -55,7 +55,7 @@ class Table:
     cache_rows: int
     lazy: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if min(self.rows, self.width, self.cache_rows) < 1:
             raise AutoshardError(
                 f"a table has rows, width and cache_rows of at least 1; got {self.rows}, {self.width} and {self.cache_rows}. Pass others."
@@ -187,7 +187,7 @@ class Cache:
             misses = len(positions)
         evicted = self._keep({key: found[key] for key in keys})
         use = self.use
-        self.use = CacheUse(
+        self.use: CacheUse = CacheUse(
             use.hits + len(keys) - misses, use.misses + misses, use.evictions + evicted, max(use.most_rows, len(self._rows))
         )
         return np.stack([found[key].row for key in keys]) if keys else np.empty((0, self.width), np.float32)

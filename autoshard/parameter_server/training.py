@@ -14,11 +14,11 @@ import numpy as np
 
 from autoshard.errors import AutoshardError
 from autoshard.parameter_server.actors import Actors
-from autoshard.parameter_server.cluster import cluster
 from autoshard.parameter_server.partition import partition
 from autoshard.parameter_server.scheduler import Result, Scheduler, Settings
 from autoshard.parameter_server.server import Program
 from autoshard.parameter_server.sparse import Table
+from autoshard.ray_cluster import cluster, ray_of
 
 if TYPE_CHECKING:
     import optax  # loaded only for programs that use it
@@ -27,7 +27,7 @@ MODES: tuple[Literal["synchronous"], Literal["asynchronous"]] = ("synchronous", 
 
 
 def train(
-    gradients_fn: Callable,
+    gradients_fn: Callable[..., Any],
     init_params: Any,
     optimizer: optax.GradientTransformation,
     batches: Callable[[int, int, int], Any],
@@ -84,7 +84,7 @@ def train(
     """
     _check_kinds(gradients_fn, optimizer, batches, tables, on_step)
     _check(steps, workers, servers, mode, max_staleness, checkpoint_every, tables, checkpoint_folder)
-    ray = _ray()
+    ray = ray_of("a parameter server's servers and workers are actors")
     is_function = callable(init_params) and jax.tree_util.treedef_is_leaf(jax.tree.structure(init_params))  # modules are callable trees
     params = jax.eval_shape(init_params if is_function else lambda: init_params)
     parts = partition(optimizer, params, servers)
@@ -134,14 +134,3 @@ def _check_kinds(gradients_fn: Any, optimizer: Any, batches: Any, tables: Any, o
     is_mapping = isinstance(tables, Mapping | None)
     if not is_mapping or not all(isinstance(table, Table) for table in (tables or {}).values()):
         raise AutoshardError(f"tables are by name, each an autoshard.parameter_server.Table; got {tables!r:.100}. Pass a dict of them.")
-
-
-def _ray() -> Any:
-    try:
-        import ray
-    except ImportError:
-        raise AutoshardError(
-            "a parameter server's servers and workers are actors of Ray, and Ray is not installed. Install it with: "
-            "pip install 'autoshard[ray]'."
-        ) from None
-    return ray

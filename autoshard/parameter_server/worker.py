@@ -18,7 +18,7 @@ class Worker:
 
     def __init__(self, program: Program, index: int, servers: list[str]):
         self.program, self.index = program, index
-        self.servers = [_actor(name) for name in servers] if program.tables else []
+        self.servers: list[Any] = [_actor(name) for name in servers] if program.tables else []
         self.gradients_fn = jax.jit(program.gradients_fn)
         self.caches = {name: Cache(table.cache_rows, table.width, program.max_staleness) for name, table in program.tables.items()}
 

@@ -1,7 +1,8 @@
 """Pipelines: a step cut into stages that run on parts of the devices, microbatch by microbatch.
 
-`schedule` has the orders of tasks (GPipe, 1F1B, interleaved, zero-bubble) and their memory, `simulation` their times; `drawing` draws these
-as text.
+`schedule` has the orders of tasks and their memory, `simulation` their times; `scheduling` finds the orders of least step time: by
+`list_scheduling` and the local search of `improving`, with the bound of `schedule_bound`. `drawing` draws them as text, and `waiting` says
+what stages wait for.
 
 A step becomes a pipeline in four parts. `micro` rewrites it into the program of one microbatch with what comes before and after; `cut`
 decides the stage of each of its operations, and `around` those of what comes before and after; `stages` makes one program a stage;
@@ -18,18 +19,11 @@ decides the stage of each of its operations, and `around` those of what comes be
 Of weights and state that are stacked along scanned layers each stage has the rows of its own layers (`layers`): its program has an argument
 of these, and `run` takes them from the step's one array and puts the new ones together (`rows`).
 
-With several chunks a stage (``interleaved``), ``n_stages`` counts chunks: chunk ``c`` of stage ``s`` is ``staged.stages[c * S + s]``, and
-its plan's mesh is that of stage ``s``.
+With several chunks a stage, ``n_stages`` counts chunks: chunk ``c`` of stage ``s`` is ``staged.stages[schedule.piece(s, c)]``, and its
+plan's mesh is that of stage ``s``.
 
 Scanned layers can also be stages of one program, which is searched, judged and lowered like any other: `one_program` rewrites it.
 
 `plan_search` searches numbers of stages and of microbatches together: `repeats` makes programs with a few of a step's own layers,
 `layer_costs` has the costs of a layer from searches of these, and `layering` divides the layers into stages.
 """
-
-from autoshard.pipeline.cut import Cut
-from autoshard.pipeline.programs import StagePlan
-from autoshard.pipeline.run import Pipelined
-from autoshard.pipeline.stages import Message, Stage, Staged, stages_of, with_state_on_hosts
-
-__all__ = ["Cut", "Message", "Pipelined", "Stage", "StagePlan", "Staged", "stages_of", "with_state_on_hosts"]

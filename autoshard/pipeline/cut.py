@@ -1,9 +1,10 @@
 """The cut of one microbatch's program into stages.
 
 *Forward.* The operations up to the loss are cut in program order, at places across which fewer bytes go than at all places near them: the
-largest stage is as small as these allow, and of the cuts within 3 % of that the one with the fewest bytes. Operations are weighed by their
-products' FLOPs, and little by the bytes that they move. What a single operation of the backward pass reads, such as a block that is
-recomputed, counts as bytes wherever a cut would divide it.
+largest stage is as small as these allow, and of the cuts within 3 % of that the one with the fewest bytes; where other places allow one
+that is 5 % smaller, these are taken. Operations are weighed by their predicted seconds, where they are known, each with the operations of
+the backward pass that will be on its stage; else by their products' FLOPs, and little by the bytes that they move. What a single operation
+of the backward pass reads, such as a block that is recomputed, counts as bytes wherever a cut would divide it.
 
 *Backward.* Each operation goes where it reads least from other stages: a linear program over one stage number an operation, whose
 constraints are differences of two of these, so that its corners are whole numbers. A value costs its bytes for every stage between where it
@@ -14,9 +15,9 @@ is and where it is read; gradients go to earlier stages only. Weights, and what 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, product
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from autoshard.ir import Op
 from autoshard.microbatch.work import product_flops
 from autoshard.pipeline.micro import Micro
 from autoshard.pipeline.micro_ops import is_backward, light_ops, roots_of
+from autoshard.pipeline.stage_numbers import StageNumbers
 from autoshard.primitives import is_matrix
 
 SLACK = 0.03  # of the largest stage's work, for fewer bytes between stages
@@ -36,6 +38,10 @@ LOOPS = (
     "the batch to microbatches."
 )
 EVERYWHERE = -1  # an operation of each stage that reads its results
+WORTH = 0.05  # of the largest stage's work: how much smaller it has to be for places that more bytes cross
+SHIFTED_OPS = 500  # of a microbatch: places of the cut are then improved one by one, each of which is another linear program
+SHIFTS = (1, 2, 4)  # operations by which a place is moved
+ROUNDS = 3  # of cuts by what the stages of the cut before have to do
 BYTE_FLOPS = 0.01  # products' FLOPs that weigh as much as a byte moved: so few that products decide
 
 
@@ -75,14 +81,24 @@ class Cut:
         return cls(n_stages, tuple(stages))
 
 
-def cut_of(micro: Micro, n_stages: int) -> Cut:
+Seconds = Callable[[Micro], Sequence[float]]
+"""Predicted seconds of each operation of a microbatch, on the devices of a stage."""
+
+
+def cut_of(micro: Micro, n_stages: int, seconds: Seconds | None = None, shares: Sequence[float] | None = None) -> Cut:
     """The cut of a step into stages; deterministic.
+
+    Args:
+        seconds: by which operations are weighed; None: by their products.
+        shares: what part of the work each stage is to do, of which the mean is 1; None: equal ones.
 
     Raises:
         PipelineError: the forward pass has fewer operations with products than stages, or one of them has nearly all.
     """
     check_stages(n_stages)
-    return _Cutter(micro, n_stages).cut()
+    cutter = _Cutter(micro, n_stages, None if seconds is None else np.asarray(seconds(micro)), shares)
+    cutter.check()
+    return cutter.cut() if seconds is None or n_stages == 1 else cutter.best()
 
 
 def check_stages(n_stages: int) -> None:
@@ -94,8 +110,9 @@ def check_stages(n_stages: int) -> None:
 class _Cutter:
     """The state of one cut: which ops are heavy, and what they read and make."""
 
-    def __init__(self, micro: Micro, n_stages: int):
-        self.micro, self.n = micro, n_stages
+    def __init__(self, micro: Micro, n_stages: int, seconds: np.ndarray | None = None, shares: Sequence[float] | None = None):
+        self.micro, self.n, self.seconds = micro, n_stages, seconds
+        self.shares = np.ones(n_stages) if shares is None else np.asarray(shares, float)
         self.ops, self.values = micro.body.ops, micro.graph.values
         light, backward = light_ops(micro), is_backward(micro)
         sums = {op.index for each in micro.sums for op in (each.update, *each.inner)}
@@ -105,9 +122,50 @@ class _Cutter:
         self.maker = {value: k for k in heavy for value in self.ops[k].results}
         self.stage: dict[int, int] = {}
         self.roots = roots_of(micro)
+        self.products = np.array([product_flops([self.ops[k]], micro.rules, micro.graph) for k in self.forward])
 
-    def cut(self) -> Cut:
-        self._cut_forward()
+    def best(self) -> Cut:
+        """The cut with the least busiest stage of a few, each of which is weighed by what the stages before it had to do."""
+        work = self._work()
+        scale, best, least = np.ones(len(work)), None, np.inf
+        bounds: list[int] = []
+        for _ in range(ROUNDS):
+            cut = self.cut(work * scale)
+            spent = busy_seconds(cut, self.seconds) / self.shares
+            if spent.max() < least * (1 - SLACK):
+                best, least, bounds = cut, spent.max(), self.bounds
+            at = np.array([self.forward_stage[k] for k in self.forward])
+            own = np.bincount(at, work, self.n) / self.shares
+            if spent.max() <= own.max() * (1 + SLACK):
+                break
+            scale = (spent / np.maximum(own, 1e-30))[at]
+        assert best is not None, "there is a round"
+        return self._shifted(best, bounds) if len(self.ops) <= SHIFTED_OPS else best
+
+    def _shifted(self, best: Cut, bounds: list[int]) -> Cut:
+        """The cut with the edges of its busiest stage moved inwards, by a few operations at once, as long as that is worth it."""
+        spent, is_better = busy_seconds(best, self.seconds) / self.shares, True
+        while is_better:
+            is_better, stage = False, int(spent.argmax())
+            for edge, step in product((stage - 1, stage), SHIFTS):
+                moved = [each + (k == edge) * (step if edge < stage else -step) for k, each in enumerate(bounds)]
+                parts = pairwise((0, *moved, len(self.forward)))
+                if moved == bounds or not all(self.products[first : max(last, first)].any() for first, last in parts):
+                    continue
+                cut = self.cut(bounds=moved)
+                own = busy_seconds(cut, self.seconds) / self.shares
+                if own.max() < spent.max() * (1 - SLACK):
+                    best, bounds, spent, is_better = cut, moved, own, True
+                    break
+        return best
+
+    def cut(self, work: np.ndarray | None = None, bounds: list[int] | None = None) -> Cut:
+        """The cut by the work of each operation of the forward pass, or at the places ``bounds`` of it."""
+        self.stage = {}
+        self.bounds = bounds or self._bounds(work)
+        for s, (first, last) in enumerate(pairwise((0, *self.bounds, len(self.forward)))):
+            self.stage.update(dict.fromkeys(self.forward[first:last], s))
+        self.forward_stage = dict(self.stage)
         self._pull()
         self._place_backward()
         stages = [self.stage.get(k, EVERYWHERE) for k in range(len(self.ops))]
@@ -119,12 +177,9 @@ class _Cutter:
                 stages[position[op.index]] = min(at, default=0)
         return Cut(self.n, tuple(stages))
 
-    # -- forward ------------------------------------------------------------------------------------------------------------
-
-    def _cut_forward(self) -> None:
-        """Cuts the forward pass in program order."""
-        micro, order = self.micro, self.forward
-        products = np.array([product_flops([self.ops[k]], micro.rules, micro.graph) for k in order])
+    def check(self) -> None:
+        """Raises `PipelineError` where there are no such stages."""
+        order, products = self.forward, self.products
         if np.count_nonzero(products) < self.n:
             largest = f", the largest {self._largest(order, products)}" if products.any() else ""
             raise PipelineError(
@@ -132,22 +187,48 @@ class _Cutter:
                 f"{np.count_nonzero(products)} operations with products{largest}. Use fewer stages{LOOPS}"
             )
         if products.max() > MOST_OF_WORK * products.sum() and self.n > 1:
-            self._refuse(order, products)
-        work = products + BYTE_FLOPS * np.array([self._bytes(self.ops[k]) for k in order])
-        bounds = _cuts(work, products > 0, self._crossing(order), self.n)
-        for s, (first, last) in enumerate(zip([0, *bounds], [*bounds, len(order)], strict=True)):
-            self.stage.update(dict.fromkeys(order[first:last], s))
+            raise PipelineError(
+                f"A pipeline's stages share the work, and one operation belongs to one stage: {self._largest(order, products)} has "
+                f"{products.max() / products.sum():.0%} of the forward pass's products, got {self.n} stages. Leave stages out{LOOPS}"
+            )
 
-    def _refuse(self, order: Sequence[int], products: np.ndarray) -> None:
-        share = products.max() / products.sum()
-        raise PipelineError(
-            f"A pipeline's stages share the work, and one operation belongs to one stage: {self._largest(order, products)} has {share:.0%} "
-            f"of the forward pass's products, got {self.n} stages. Leave stages out{LOOPS}"
-        )
+    # -- forward ------------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> np.ndarray:
+        """The seconds of each operation of the forward pass, with those of the backward pass that follow it to its stage.
+
+        An operation of the backward pass follows the weight that it reads, or whose gradient it computes; else what it reads of the forward
+        pass, and other operations of the backward pass, from late to early.
+        """
+        seconds, place = self.seconds, {k: i for i, k in enumerate(self.forward)}
+        assert seconds is not None, "predicted"
+        work = seconds[self.forward].copy()
+        of_root: dict[int, int] = {}
+        for i, k in enumerate(self.forward):
+            of_root.update({root: i for value in self.ops[k].operands if (root := self.roots.get(value)) is not None})
+        of_term = {term: of_root.get(self.roots.get(each.update.results[0], -1), -1) for each in self.micro.sums for term in each.terms}
+        at = {value: place[k] for value, k in self.maker.items() if k in place}
+        for k in self.backward:
+            op, reads = self.ops[k], dict.fromkeys(self.ops[k].operands)
+            made = [at[value] for value in reads if self.maker.get(value, -1) not in place and value in at]
+            most = min(made, default=len(work) - 1)
+            weights = [of_root[root] for value in reads if (root := self.roots.get(value)) in of_root and value not in self.maker]
+            weights += [of_term[value] for value in op.results if of_term.get(value, -1) >= 0]
+            kept = [at[value] for value in reads if self.maker.get(value) in place]
+            found = min(max(weights or kept or [most]), most)
+            at.update(dict.fromkeys(op.results, found))
+            work[found] += seconds[k]
+        return work
+
+    def _bounds(self, work: np.ndarray | None) -> list[int]:
+        """Where the forward pass is cut in program order."""
+        order, products = self.forward, self.products
+        if work is None:
+            work = products + BYTE_FLOPS * np.array([self._bytes(self.ops[k]) for k in order])
+        return _cuts(work, products > 0, self._crossing(order), self.shares)
 
     def _largest(self, order: Sequence[int], products: np.ndarray) -> str:
-        op = self.ops[order[int(np.argmax(products))]]
-        return f"{op.primitive} at {op.origin}"
+        return (op := self.ops[order[int(np.argmax(products))]]).primitive + f" at {op.origin}"
 
     def _bytes(self, op: Op) -> float:
         return op.trips * sum(self.values[value].nbytes for value in (*op.operands, *op.results))
@@ -208,7 +289,7 @@ class _Cutter:
         if not self.backward or self.n == 1:
             self.stage.update(dict.fromkeys(self.backward, 0))
             return
-        program = _Stages(self.backward, self.n)
+        program = StageNumbers(self.backward, self.n)
         scale = 1.0 / max(self.values[value].nbytes for k in self.backward for value in self.ops[k].results)
         homes = self._homes()
         reach = self._reach()
@@ -250,36 +331,41 @@ class _Cutter:
         return found
 
 
-def _cuts(work: np.ndarray, has_product: np.ndarray, crossing: np.ndarray, n: int) -> list[int]:
-    """Where to cut a line of work into ``n`` parts with a product in each: the largest as small as can be, or up to 3 % more where fewer
-    bytes cross.
-    """
+def busy_seconds(cut: Cut, seconds: Sequence[float] | np.ndarray | None) -> np.ndarray:
+    """Per stage the seconds of its operations; those that each stage computes are left out."""
+    stages = np.array(cut.stages)
+    return np.bincount(stages[stages >= 0], np.asarray(seconds)[stages >= 0], cut.n_stages)
+
+
+def _cuts(work: np.ndarray, has_product: np.ndarray, crossing: np.ndarray, shares: np.ndarray) -> list[int]:
+    """Where to cut work into parts with a product in each: the largest for its share least, or up to 3 % more where fewer bytes cross."""
+    n = len(shares)
     everywhere, counts = (np.concatenate([[0], np.cumsum(each)]) for each in (work, has_product))
     places = _narrow(everywhere, crossing, NEAR * everywhere[-1] / n)
     if len(np.unique(counts[places])) <= n:
         places = np.arange(len(everywhere))
+    if _least(everywhere, shares) < (1 - WORTH) * _least(everywhere[places], shares):
+        places = np.arange(len(everywhere))
     total, count = everywhere[places], counts[places]
-    limit = _least(total, n) * (1 + SLACK)
-    while (found := _parts(total, count, crossing[places], n, limit)) is None:  # work before the first product needs more
+    limit = _least(total, shares) * (1 + SLACK)
+    while (found := _parts(total, count, crossing[places], limit * shares)) is None:  # work before the first product needs more
         limit *= 1 + SLACK
     return [int(places[end]) for end in found]
 
 
-def _parts(total: np.ndarray, count: np.ndarray, bytes_at: np.ndarray, n: int, limit: float) -> list[int] | None:
-    """The places between ``n`` parts of a line with the fewest bytes, each part of at most so much work; None where there are none.
+def _parts(total: np.ndarray, count: np.ndarray, bytes_at: np.ndarray, limits: np.ndarray) -> list[int] | None:
+    """The places between parts of a line with the fewest bytes, each part of at most so much work; None where there are none.
 
-    Dynamic programming over places, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x places) reductions.
-
-    Args:
-        total, count: the work, and how many products, before each place.
+    Dynamic programming over places, as for layers in Zheng et al., Alpa (OSDI 2022), section 5; O(n x places) reductions. ``total`` and
+    ``count`` are the work, and how many products, before each place.
     """
-    last = len(total) - 1
+    n, last = len(limits), len(total) - 1
     best = np.full((n + 1, last + 1), np.inf)
     before = np.zeros((n + 1, last + 1), int)
     best[0, 0] = 0.0
     for s in range(1, n + 1):
         for end in range(s, last + 1):
-            first, until = int(np.searchsorted(total, total[end] - limit)), int(np.searchsorted(count, count[end]))
+            first, until = int(np.searchsorted(total, total[end] - limits[s - 1])), int(np.searchsorted(count, count[end]))
             if first < until:
                 start = first + int(np.argmin(best[s - 1, first:until]))
                 best[s, end] = best[s - 1, start] + (bytes_at[end] if end < last else 0.0)
@@ -293,14 +379,14 @@ def _parts(total: np.ndarray, count: np.ndarray, bytes_at: np.ndarray, n: int, l
     return ends[::-1]
 
 
-def _least(total: np.ndarray, n: int) -> float:
-    """The least largest of ``n`` parts of a line, by bisection; ``total`` is the work before each place to cut."""
-    least, most = max(float(np.diff(total).max()), total[-1] / n), float(total[-1])
+def _least(total: np.ndarray, shares: np.ndarray) -> float:
+    """The least largest part of a line, relative to its share, by bisection; ``total`` is the work before each place to cut."""
+    least, most = max(float(np.diff(total).max() / shares.max()), total[-1] / shares.sum()), float(total[-1] / shares.min())
     for _ in range(50):
         middle = (least + most) / 2
         at = 0
-        for _ in range(n):
-            at = int(np.searchsorted(total, total[at] + middle, side="right")) - 1
+        for share in shares:
+            at = int(np.searchsorted(total, total[at] + middle * share, side="right")) - 1
         least, most = (least, middle) if at >= len(total) - 1 else (middle, most)
     return most
 
@@ -311,55 +397,3 @@ def _narrow(total: np.ndarray, crossing: np.ndarray, near: float) -> np.ndarray:
     last = len(total) - 1
     inside = [p for p in range(1, last) if crossing[p] <= crossing[max(first[p], 1) : min(end[p], last)].min()]
     return np.array([0, *inside, last])
-
-
-class _Stages:
-    """The linear program of the backward pass: a stage number for each op, between 0 and the last stage."""
-
-    def __init__(self, ops: Sequence[int], n: int):
-        self.columns = {k: i for i, k in enumerate(ops)}
-        self.n = n
-        self.prices = [1e-6] * len(ops)
-        self.bounds: list[tuple[float, float | None]] = [(0, n - 1)] * len(ops)
-        self.entries: list[tuple[int, int, float]] = []
-        self.limits: list[float] = []
-        self.lowest: dict[int, int] = {}  # per value the column of the lowest stage that reads it
-
-    def near(self, op: int, low: int, high: int, price: float) -> None:
-        """Charges an op for every stage that it is below ``low`` or above ``high``."""
-        distance = self._column(price, (0, None))
-        self._at_most({self.columns[op]: 1.0, distance: -1.0}, high)
-        self._at_most({self.columns[op]: -1.0, distance: -1.0}, -low)
-
-    def sent(self, value: int, maker: int, reader: int, price: float) -> None:
-        """Charges a value for every stage between its maker and the lowest reader, and keeps readers below makers."""
-        if value not in self.lowest:
-            self.lowest[value] = self._column(-price, (0, self.n - 1))
-            self.prices[self.columns[maker]] += price
-            self._at_most({self.lowest[value]: 1.0, self.columns[maker]: -1.0}, 0)
-        self._at_most({self.lowest[value]: 1.0, self.columns[reader]: -1.0}, 0)
-        self._at_most({self.columns[reader]: 1.0, self.columns[maker]: -1.0}, 0)
-
-    def solved(self) -> dict[int, int]:
-        """The stage of each op."""
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_matrix
-
-        rows, columns, entries = zip(*self.entries, strict=True) if self.entries else ((), (), ())
-        matrix = coo_matrix((entries, (rows, columns)), shape=(len(self.limits), len(self.prices)))
-        found = linprog(self.prices, A_ub=matrix, b_ub=self.limits, bounds=self.bounds, method="highs-ds")
-        if found.x is None:
-            raise PipelineError(
-                f"where {self.n} stages begin in the backward pass is a linear program, which HiGHS did not solve: {found.message} Use "
-                "another number of stages."
-            )
-        return {op: round(found.x[column]) for op, column in self.columns.items()}
-
-    def _column(self, price: float, bounds: tuple[float, float | None]) -> int:
-        self.prices.append(price)
-        self.bounds.append(bounds)
-        return len(self.prices) - 1
-
-    def _at_most(self, entries: Mapping[int, float], limit: float) -> None:
-        self.entries += [(len(self.limits), column, entry) for column, entry in entries.items()]
-        self.limits.append(limit)

@@ -18,9 +18,9 @@ def draw(timeline: Timeline, width: int = 100) -> str:
     ``F3`` is the forward task of microbatch 3 and lasts to the end of its dashes, ``B3`` its backward task, ``W3`` the gradient of its
     weights; dots are idle time. Letters after the number are chunks. Where a line is too long, its middle is left out.
 
-    >>> from autoshard.pipeline.schedule import schedule_of
-    >>> from autoshard.pipeline.simulation import simulate, PieceSeconds
-    >>> print(draw(simulate(schedule_of("1f1b", 2, 2), PieceSeconds(1.0, 2.0))))
+    >>> from autoshard.pipeline.schedule import Schedule
+    >>> from autoshard.pipeline.simulation import simulate, PieceCosts
+    >>> print(draw(simulate(Schedule.of_words("1f1b", ["FFBB", "FBFB"]), PieceCosts(1.0, 2.0))))
     stage 0  F0 F1 ......B0--- ...B1---
     stage 1  ...F0 B0--- F1 B1--- ......
     """

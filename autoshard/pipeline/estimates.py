@@ -13,9 +13,9 @@ from autoshard.ir import Mesh
 from autoshard.microbatch import divisors
 from autoshard.pipeline.layer_search import OnMesh, Option
 from autoshard.pipeline.layering import best_layering
-from autoshard.pipeline.plans import FILL, Asked, Candidate, Estimate
-from autoshard.pipeline.repeats import Layers, handed_on_bytes
-from autoshard.pipeline.schedule import has_schedule, schedule_of, stages_in_flight
+from autoshard.pipeline.plans import FILL, Asked, Candidate, Estimate, Layers
+from autoshard.pipeline.schedule import pieces_in_flight
+from autoshard.pipeline.scheduling import schedule_of
 from autoshard.trace import Traced
 
 MOST_MICROBATCHES = 64  # times the number of stages
@@ -42,8 +42,8 @@ class Estimator:
         if self.asked.microbatches is not None:
             numbers = [n for n in numbers if n == self.asked.microbatches]
         for n_stages in self.asked.stages or range(1, min(self.layers.count, self.cluster.n_devices) + 1):
-            possible = [n for n in numbers if n_stages == 1 or (n > 1 and any(has_schedule(s, n_stages, n) for s in self.asked.schedules))]
-            if not possible or not self.has_parts(n_stages):
+            possible = [n for n in numbers if n_stages == 1 or n > 1]
+            if not possible or not self.schedules(Candidate(n_stages, possible[-1])) or not self.has_parts(n_stages):
                 continue
             wanted = 1 if n_stages == 1 else FIRST_MICROBATCHES * n_stages
             first = min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
@@ -53,6 +53,8 @@ class Estimator:
 
     def has_parts(self, n_stages: int) -> bool:
         """Whether the cluster has so many equal parts."""
+        if self.cluster.n_devices % n_stages:
+            return False
         try:
             self.cluster.part(n_stages)
         except ClusterError:
@@ -60,13 +62,19 @@ class Estimator:
         return True
 
     def best(self, candidate: Candidate, meshes: Sequence[OnMesh], options: Sequence[Option]) -> list[Estimate]:
-        """The best plan of each schedule that fits, of stages that all have one mesh and recomputation, and one of these options each."""
+        """The best plan of each schedule that fits, of stages that all have one mesh, and one of these options each.
+
+        All compute the same again, or, of layers that are not scanned, only the first ones anything: they have most microbatches in
+        flight.
+        """
         groups: dict[tuple[int, int | None], list[Option]] = {}
         for option in options:
             groups.setdefault((option.mesh, option.again), []).append(option)
+        mixed = {} if self.layers.are_scanned else groups
+        some = [[*groups.get((mesh, None), ()), *group] for (mesh, again), group in mixed.items() if again is not None]
         found = []
         for name in self.schedules(candidate):
-            each = [self.estimate(candidate, name, meshes, group) for group in groups.values()]
+            each = [self.estimate(candidate, name, meshes, group) for group in (*groups.values(), *some)]
             found.append(min(filter(None, each), key=lambda one: one.makespan_seconds, default=None))
         return [each for each in found if each is not None]
 
@@ -78,25 +86,33 @@ class Estimator:
         return [
             name
             for name in self.asked.schedules
-            if has_schedule(name, candidate.n_stages, candidate.n_microbatches)
-            and candidate.n_stages * chunks.get(name, 1) <= self.layers.count
+            if candidate.n_stages * chunks.get(name, 1) <= self.layers.count
         ]
 
     def in_flight(self, name: str, candidate: Candidate) -> tuple[int, ...]:
         """Per stage how many microbatches it keeps at most."""
         n = candidate.n_stages
-        if name == "1f1b":  # without making a schedule of many tasks
+        if name in ("1f1b", "auto"):  # what is found by itself has the order of 1F1B where there is no more memory
             return tuple(min(n - s, candidate.n_microbatches) for s in range(n))
-        few = min(candidate.n_microbatches, 4 * n) if name != "gpipe" else candidate.n_microbatches
-        return stages_in_flight(schedule_of(name, n, few - few % n if name == "interleaved" else few))
+        if name == "gpipe":
+            return (candidate.n_microbatches,) * n
+        alive, chunks = pieces_in_flight(schedule_of(name, n, min(candidate.n_microbatches, 4 * n))), 2 if name == "interleaved" else 1
+        return tuple(-(-sum(alive[stage::n]) // chunks) for stage in range(n))
 
     def estimate(self, candidate: Candidate, name: str, meshes: Sequence[OnMesh], options: Sequence[Option]) -> Estimate | None:
-        """The best plan under one schedule, on one mesh and with one recomputation; None where nothing fits."""
+        """The best plan under one schedule, on one mesh and with one recomputation or none by stage; None where nothing fits.
+
+        Nor is there one where other than the first stages compute anything again, as no program does that.
+        """
         costs = [option.costs for option in options]
         alive, send, n = self.in_flight(name, candidate), self.send_seconds(candidate), candidate.n_microbatches
         fill = FILL[name]
         layering = best_layering(costs, self.layers.count, n, alive, self.asked.limit_bytes, send, fill)
         if layering is None:
+            return None
+        again = [options[o].again for o in layering.options]
+        first = next((s for s, each in enumerate(again) if each is None), len(again))
+        if any(each is not None for each in again[first:]):
             return None
         last = candidate.n_stages - 1
         stages = [costs[o].of(k, float(s == last)) for s, (o, k) in enumerate(zip(layering.options, layering.layers, strict=True))]
@@ -104,7 +120,8 @@ class Estimator:
         slowest = max(*times, send)
         objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
         mesh = meshes[options[0].mesh].problems[0].mesh
-        return Estimate(candidate, name, mesh, layering, tuple(costs), options[0].again, objective)
+        share = sum(layering.layers[:first]) / self.layers.count
+        return Estimate(candidate, name, mesh, layering, tuple(costs), again[0], objective, share if again[0] is not None else 0.0)
 
     def send_seconds(self, candidate: Candidate) -> float:
         """One transfer of what a layer hands to the next, each device to its counterpart in the next stage."""
@@ -112,5 +129,5 @@ class Estimator:
             return 0.0
         n_devices = self.cluster.n_devices // candidate.n_stages
         mesh = Mesh((("stage", candidate.n_stages), ("device", n_devices)))
-        nbytes = handed_on_bytes(self.layers) / candidate.n_microbatches / n_devices
+        nbytes = self.layers.handed_on_bytes / candidate.n_microbatches / n_devices
         return Communication(self.cluster.links(mesh)).seconds("collective_permute", nbytes, (0,))

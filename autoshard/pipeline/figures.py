@@ -17,14 +17,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
 from autoshard.compilers.kernel_order import usage
-from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir import Op, shards
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
+from autoshard.ir import Mesh, Op, shards
 from autoshard.ir.scan import num_carry, num_consts
 from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
 from autoshard.pipeline.loop_tasks import CHEAP
-from autoshard.pipeline.micro import loop_of
+from autoshard.pipeline.micro import Micro, loop_of
 from autoshard.pipeline.stages import Message, Stage
 from autoshard.primitives import primitive
 from autoshard.rules import rules_of
@@ -64,6 +66,11 @@ class StageFigures:
         """
         peak = self.working_bytes + max(in_flight - 1, 0) * self.residual_bytes
         return max(peak, self.held_bytes(in_flight, joins) + (self.passes_bytes if joins else self.backward_bytes))
+
+    def own_bytes(self, joins: bool) -> float:
+        """What there is beside what lasts and residuals while one of the stage's tasks runs."""
+        one = self.working_bytes - self.lasting_bytes - (0.0 if joins else self.residual_bytes)
+        return max(one, self.passes_bytes if joins else self.backward_bytes, 0.0)
 
     def held_bytes(self, in_flight: int, joins: bool) -> float:
         """What is there between the stage's tasks where so many microbatches are in flight, such as while another chunk runs."""
@@ -177,6 +184,17 @@ def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collect
     own += [op in ops for op in found.partials]
     n = len(own)
     return float(usage(found.times.moments, np.where(own, found.held[:n], 0.0), found.born[:n], found.dies[:n]).max())
+
+
+def least_seconds(micro: Micro, devices: Cluster) -> list[float]:
+    """Per operation of a microbatch the seconds that it takes at least on some devices, without communication."""
+    facts = program_facts(micro.graph, micro.rules, compiler_of(devices))
+    model = CostModel(devices, Mesh((("device", devices.n_devices),)))
+    found = []
+    for op in micro.body.ops:
+        inner = (each for each in op.walk() if not (each.bodies or facts.idle[each.index]))
+        found.append(sum(each.trips * model.least_op_seconds(facts, each) for each in inner) / micro.n)
+    return found
 
 
 def spent_seconds(facts: ProgramFacts, model: CostModel, judgement: Judgement, kinds: Mapping[int, str]) -> dict[str, tuple[float, float]]:

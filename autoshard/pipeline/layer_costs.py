@@ -1,7 +1,7 @@
 """Costs of a layer and of all else in a step, from solutions of two programs of few layers.
 
 The costs of a step of equal layers on given devices are affine in the number of layers: each layer adds the same seconds and bytes. So
-solutions of the step with a few of its own layers (`autoshard.pipeline.repeats`) and with one more give those of a stage with any number.
+solutions of the step with two small numbers of its own layers (`autoshard.pipeline.plans.Layers`) give those of a stage with any number.
 
 *Memory.* What a microbatch keeps between its forward and its backward pass is held once for each microbatch in flight, all else once. Where
 the two passes are programs of their own, on all stages but the last, the second makes its own values beside all that the first handed on
@@ -85,12 +85,12 @@ class LayerCosts:
         return held + np.maximum(working, n_layers * layer.backward_bytes + ends.backward_bytes)
 
 
-def layer_costs(fewer: Costs, more: Costs, n_fewer: int) -> LayerCosts:
-    """The costs of a layer, from those of a program with ``n_fewer`` layers and of one with a layer more; none is negative.
+def layer_costs(fewer: Costs, more: Costs, n_fewer: int, n_more: int) -> LayerCosts:
+    """The costs of a layer, from those of a program with ``n_fewer`` layers and of one with ``n_more``; none is negative.
 
     A layer takes as long as it computes at least: one more may hide communication of what is not in layers, and many cannot.
     """
-    layer = _not_negative(more.plus(fewer, -1.0))
+    layer = _not_negative(Costs(*[0.0] * len(fields(Costs))).plus(more.plus(fewer, -1.0), 1 / (n_more - n_fewer)))
     layer = replace(layer, microbatch_seconds=max(layer.microbatch_seconds, layer.computing_seconds))
     return LayerCosts(layer, _not_negative(fewer.plus(layer, -n_fewer)))
 

@@ -1,6 +1,6 @@
 """Searches of a step's layers on the devices of one stage: their costs on any mesh, at any price of bytes, and a bound of them all.
 
-The step is given with a few of its layers and with one more (`autoshard.pipeline.repeats`). On every mesh the shorter one is solved; the
+The step is given with two small numbers of its layers (`autoshard.pipeline.plans.Layers`). On every mesh the shorter one is solved; the
 meshes that come near the best one, and the one of the least memory, are solved with both. *Prices.* A price on bytes leads to less memory
 (`autoshard.memory_limit.lagrangian`): what a microbatch keeps pays once for each microbatch in flight. *Bound.* That of all layers is
 extended from those of the two programs, as costs are: of seconds alone, or of seconds and of the bytes of all stages, which have a limit
@@ -10,10 +10,12 @@ extended from those of the two programs, as costs are: of seconds alone, or of s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from autoshard.concurrency import cores, thread_seconds, together
 from autoshard.cost.record import Cost
 from autoshard.errors import SearchLimitError, ShardingError
 from autoshard.judge.evaluate import Judgement
@@ -26,7 +28,7 @@ from autoshard.progress import Progress, silent
 from autoshard.search import DynamicProgramming
 from autoshard.trace import Traced
 
-FEWER = 2  # layers of the shorter of two programs, usually
+_Found = tuple[Answer, float]
 NEAR = 1.15  # times the least seconds: meshes so near are solved with both programs, three at most
 LEAN = 2  # meshes that are searched at prices
 ROUNDS = 2  # of charging what is part of a peak
@@ -72,7 +74,7 @@ class LayerSearch:
     Attributes:
         programs: the two programs, in microbatches.
         n_layers: of the whole step.
-        n_fewer: layers of the shorter program.
+        numbers: layers of the two programs.
         again: the number of the programs' recomputation; None: nothing is computed again.
         meshes: per mesh what is known of it.
         free: the options without prices.
@@ -88,13 +90,13 @@ class LayerSearch:
         n_layers: int,
         problems: Sequence[Sequence[Problem]],
         searcher: DynamicProgramming,
-        n_fewer: int = FEWER,
+        numbers: tuple[int, int],
         again: int | None = None,
         progress: Progress = silent,
     ):
-        self.programs, self.n_layers, self.searcher, self.n_fewer, self.again = programs, n_layers, searcher, n_fewer, again
+        self.programs, self.n_layers, self.searcher, self.numbers, self.again = programs, n_layers, searcher, numbers, again
         self.progress = progress
-        self.meshes = [OnMesh(pair) for pair in zip(*problems, strict=True)]
+        self.meshes: list[OnMesh] = [OnMesh(pair) for pair in zip(*problems, strict=True)]
         self.free: list[Option] = []
         self.lean: list[int] = []
         self.bound_seconds = self.floor_seconds = 0.0
@@ -113,10 +115,16 @@ class LayerSearch:
         """
         self.mesh_bounds, self.free = list(known), []
         least = math.inf
-        for k in sorted(range(len(self.meshes)), key=lambda k: (known[k], k)):
-            if known[k] < least and self._solved(k, 0):
-                least = min(least, self._first(k).objective_seconds)
-                self.mesh_bounds[k] = max(known[k], self.meshes[k].bounds[0])
+        order, at_once, seconds = sorted(range(len(self.meshes)), key=lambda k: (known[k], k)), cores(), 0.0
+        for first in (0, *range(1, len(order), at_once)):  # one alone, which tells whether they take long, then some at the same time
+            some = [k for k in order[first : first + (at_once if first else 1)] if known[k] < least]
+            new, computed = [k for k in some if not self.meshes[k].answers], thread_seconds()
+            answers = dict(zip(new, together([partial(self._answer, k, 0) for k in new], seconds=seconds), strict=True))
+            seconds = max(seconds, thread_seconds() - computed)
+            for k in some:
+                if known[k] < least and self._solved(k, 0, answers):
+                    least = min(least, self._first(k).objective_seconds)
+                    self.mesh_bounds[k] = max(known[k], self.meshes[k].bounds[0])
         if math.isinf(least):
             raise SearchLimitError("no mesh of these devices can be searched for a few layers.")
         solved = [k for k, mesh in enumerate(self.meshes) if mesh.answers]
@@ -131,9 +139,9 @@ class LayerSearch:
                 mesh = self.meshes[k]
                 costs = self._costs(k, [answer[0] for answer in mesh.answers])
                 self.free.append(Option(k, costs, again=self.again))
-                self.floor_seconds = costs.of(self.n_layers).floor_seconds
+                self.floor_seconds: float = costs.of(self.n_layers).floor_seconds
                 bounds.append(self._extended(*mesh.bounds))
-        self.bound_seconds = min(bounds, default=0.0)
+        self.bound_seconds: float = min(bounds, default=0.0)
 
     def priced(self, price: float, in_flight: int) -> list[Option]:
         """Options of less memory on the meshes that have some.
@@ -153,20 +161,20 @@ class LayerSearch:
         """The meshes that are worth a price: the best one without, and those that are the best ones at the first price asked for."""
         if not self.lean:
             solved = [k for k, mesh in enumerate(self.meshes) if mesh.answers]
-            costs = {k: self._priced(k, 0, price, in_flight).cost for k in solved}
+            costs = {k: self._priced(k, 0, price, in_flight, 1).cost for k in solved}
             ranked = sorted(solved, key=lambda k: (costs[k].objective_seconds + price * costs[k].peak_bytes, k))
             by_sizes = {self.meshes[k].problems[0].mesh.sizes: k for k in reversed([self.free[0].mesh, *ranked])}
             self.lean = list(reversed(by_sizes.values()))[:LEAN]
         return self.lean
 
-    def _priced(self, k: int, which: int, price: float, in_flight: int) -> Judgement:
+    def _priced(self, k: int, which: int, price: float, in_flight: int, rounds: int = ROUNDS) -> Judgement:
         """The best answer of a program on a mesh at a price of bytes, once more where its peak has what was not charged."""
         mesh = self.meshes[k]
         problem, charged, judgement = mesh.problems[which], mesh.charged[which], mesh.answers[which][0]
         kept = kept_values(problem.facts, None if self.n == 1 else loop_of(problem.graph, problem.facts.rules, self.n))
         shares = alive_shares(problem)
         charged.update(judgement.peak.charged)
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             weights = shares | dict.fromkeys(charged, 1.0)
             prices = {value: price * weight * (in_flight if value in kept else 1) for value, weight in weights.items()}
             judgement = self.searcher.priced(problem, prices, {})[0][0]
@@ -194,23 +202,29 @@ class LayerSearch:
             least = min(least, max(alone, self._extended(*both) - price * limit_bytes))
         return max(least, self.bound_seconds)
 
-    def _solved(self, k: int, which: int) -> bool:
-        """Whether a program has an answer on a mesh; it is solved at the first call."""
+    def _solved(self, k: int, which: int, known: Mapping[int, _Found | None] | None = None) -> bool:
+        """Whether a program has an answer on a mesh; it is solved at the first call, unless its answer is known."""
         mesh = self.meshes[k]
         if len(mesh.answers) <= which:
-            problem = mesh.problems[which]
-            try:
-                solution = self.searcher.solve(problem, self.progress)
-            except (SearchLimitError, ShardingError):
+            if (found := self._answer(k, which) if known is None else known[k]) is None:
                 return False
-            mesh.answers.append((solution.judgement, problem.labels(solution.assignment)))
-            mesh.bounds.append(solution.lower_bound_seconds)
+            mesh.answers.append(found[0])
+            mesh.bounds.append(found[1])
         return True
+
+    def _answer(self, k: int, which: int, is_here: bool = True) -> _Found | None:
+        """The answer of a program on a mesh, and its bound; None: there is none."""
+        problem = self.meshes[k].problems[which]
+        try:
+            solution = self.searcher.solve(problem, self.progress)
+        except (SearchLimitError, ShardingError):
+            return None
+        return (solution.judgement, problem.labels(solution.assignment)), solution.lower_bound_seconds
 
     def _costs(self, k: int, judgements: Sequence[Judgement]) -> LayerCosts:
         pairs = zip(self.meshes[k].problems, judgements, strict=True)
         fewer, more = (costs_of(problem, judgement, self.n) for problem, judgement in pairs)
-        return layer_costs(fewer, more, self.n_fewer)
+        return layer_costs(fewer, more, *self.numbers)
 
     def _first(self, k: int) -> Cost:
         """The cost of the shorter program's answer without prices."""
@@ -218,7 +232,8 @@ class LayerSearch:
 
     def _extended(self, fewer: float, more: float) -> float:
         """From bounds of two programs to that of all layers."""
-        return fewer + (self.n_layers - self.n_fewer) * (more - fewer)
+        n_fewer, n_more = self.numbers
+        return fewer + (self.n_layers - n_fewer) / (n_more - n_fewer) * (more - fewer)
 
     def _scaled(self, k: int) -> float:
         """The bound of all layers on a mesh: its own, or that of the shorter program in proportion to the best mesh's."""

@@ -11,6 +11,7 @@ keeps the rows of its own layers between steps. Any other stacked weight is read
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
@@ -28,6 +29,7 @@ from autoshard.lower import AsItIs, Path, Sharded, bind, bind_part, ops_by_path
 from autoshard.microbatch import loop_of_batch
 from autoshard.microbatch.arrays import COMBINED
 from autoshard.microbatch.plan import Loop
+from autoshard.microbatch.rules import batch_rules
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, types_of
 
@@ -59,10 +61,11 @@ def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int, rows
     """
     graph, rules = traced.graph, rules_of(traced.graph)
     try:
-        loop = loop_of_batch(graph, rules, n_microbatches)
-        parts = _scans_of_layers(graph, loop, n_stages)
+        loop = loop_of_batch(traced, batch_rules(graph), n_microbatches)
+        lengths = {op.index: op.params["length"] for op in scans_of_layers(graph, loop)}
     except TraceError:
-        parts = {}  # refused, with the reason, where it is put into microbatches
+        lengths = {}  # refused, with the reason, where it is put into microbatches
+    parts = {index: n for index, length in lengths.items() if (n := parts_of(length, n_stages)) > 1}
     if not parts:
         return Divided(traced, _positions([1] * len(graph.arguments)), _positions([1] * len(graph.results)), {}, {})
     stacked, aliases = _stacked_arguments(graph, rules, loop, parts), dict(graph.aliases)
@@ -72,6 +75,45 @@ def with_divided_layers(traced: Traced, n_stages: int, n_microbatches: int, rows
         stacked |= {graph.arguments[k]: (n_stages, dim) for k, dim in more.items()}  # state of fewer dimensions than the weights
         divided, made = program.divided(stacked)
     return divided
+
+
+def with_first_layers(traced: Traced, loop: Loop, parts: Mapping[int, int]) -> Traced | None:
+    """The step with the first part of its layers alone, without the rows of the others; None where all are needed at once.
+
+    It costs what a program of so many layers costs; the numbers that it would compute mean nothing.
+
+    Args:
+        loop: its plan in microbatches.
+        parts: by the number of a scan how many parts its layers have.
+    """
+    graph, rules = traced.graph, rules_of(traced.graph)
+    stacked, aliases = _stacked_arguments(graph, rules, loop, parts), dict(graph.aliases)
+    with suppress(TraceError):
+        short, made = _first_part(traced, rules, parts, stacked)
+        while more := {k: made[result] for result, k in aliases.items() if result in made and graph.arguments[k] not in stacked}:
+            stacked |= {graph.arguments[k]: part for k, part in more.items()}  # state of fewer dimensions than the weights
+            short, made = _first_part(traced, rules, parts, stacked)
+        return short
+    return None
+
+
+def _first_part(
+    traced: Traced, rules: Sequence[Rule | None], parts: Mapping[int, int], stacked: Mapping[int, tuple[int, int]]
+) -> tuple[Traced, dict[int, tuple[int, int]]]:
+    """The step with the first part of its layers, and per result that is one of several parts their number and dimension."""
+    graph, made = traced.graph, dict[int, tuple[int, int]]()
+    own = {k: stacked[value] for k, value in enumerate(graph.arguments) if value in stacked}
+
+    def function(*flat: Any) -> list[Any]:
+        given = [Rows(own[k][0], [x], dim=own[k][1]) if k in own else x for k, x in enumerate(flat)]
+        evaluator = _Divided(ops_by_path(graph), rules, graph, parts, first_alone=True)
+        found = evaluator.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, given)
+        made.update((k, (x.n, x.dim)) for k, x in enumerate(found) if isinstance(x, Rows))
+        return [x.part(0) if isinstance(x, Rows) else x for x in found]
+
+    types = types_of(traced.jaxpr.jaxpr.invars)
+    jaxpr = jax.make_jaxpr(function)(*(_rows_of(each, *own[k])[0] if k in own else each for k, each in enumerate(types)))
+    return rebuilt(traced, jaxpr), made
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +159,7 @@ class _Program:
             leaves = jax.tree.structure((0,) * sum(map(len, arguments)))
             traced = replace(traced, graph=graph.with_leaves(arguments, results), in_tree=leaves)
         left = tuple(k for k in own if k not in dims)
-        return Divided(rebuilt(traced, jaxpr, traced.microbatches), arguments, results, dims, replacing, left), in_parts
+        return Divided(rebuilt(traced, jaxpr), arguments, results, dims, replacing, left), in_parts
 
     def _has_rows(self, k: int, n: int) -> bool:
         """Whether an argument in so many parts becomes one a stage; random keys do not."""
@@ -161,13 +203,10 @@ def parts_of(layers: int, n_stages: int) -> int:
     return layers // best
 
 
-def _scans_of_layers(graph: Graph, loop: Loop, n_stages: int) -> dict[int, int]:
-    """Per op index of a scan over layers in how many parts it is divided.
-
-    Those are scans over stacked arguments that all examples share, and scans over what such scans have stacked up.
-    """
+def scans_of_layers(graph: Graph, loop: Loop) -> list[Op]:
+    """The scans over stacked arguments that all examples share, and those over what such scans have stacked up."""
     of_arguments = set(graph.arguments)
-    found: dict[int, int] = {}
+    found: list[Op] = []
     stacked: set[int] = set()
     for op in graph.ops:
         if any(value in of_arguments for value in op.operands) and op.primitive != "scan":
@@ -176,9 +215,8 @@ def _scans_of_layers(graph: Graph, loop: Loop, n_stages: int) -> dict[int, int]:
             continue
         *_, sliced = scan_parts(op.params, op.operands)
         weights = [value for value in sliced if value in of_arguments and loop.status(value).is_whole and graph.values[value].rank > 1]
-        parts = parts_of(op.params["length"], n_stages)
-        if parts > 1 and (weights or not stacked.isdisjoint(sliced)):
-            found[op.index] = parts
+        if weights or not stacked.isdisjoint(sliced):
+            found.append(op)
             stacked.update(op.results[num_carry(op.params) :])
     return found
 
@@ -229,6 +267,8 @@ class Rows:
     def whole(self) -> Any:
         """The array."""
         if self._whole is None:
+            if len(self._parts) < self.n:
+                raise TraceError("all layers are needed at once, where there is the first part of them alone. Give all of them.")
             self._whole = jnp.concatenate([self._parts[k] for k in range(self.n)], self.dim)
         return self._whole
 
@@ -265,11 +305,17 @@ class _Part(Sharded):
 
 
 class _Divided(AsItIs):
-    """Evaluates a program with its scans over layers in parts; what is stacked along layers is an instance of `Rows`."""
+    """Evaluates a program with its scans over layers in parts, or the first of them alone; what is stacked along layers is `Rows`."""
 
-    def __init__(self, ops: Mapping[Path, Op], rules: Sequence[Rule | None], graph: Graph, parts: Mapping[int, int]):
+    def __init__(
+        self, ops: Mapping[Path, Op], rules: Sequence[Rule | None], graph: Graph, parts: Mapping[int, int], first_alone: bool = False
+    ):
         super().__init__(ops)
-        self._rules, self._graph, self._parts = rules, graph, parts
+        self._rules, self._graph, self._parts, self._first_alone = rules, graph, parts, first_alone
+
+    def _computed(self, n: int) -> range:
+        """The numbers of the parts that are computed, of so many."""
+        return range(1 if self._first_alone else n)
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         return [None] * len(eqn.outvars)
@@ -287,7 +333,7 @@ class _Divided(AsItIs):
         constants, carry, scanned = scan_parts(eqn.params, operands)
         constants, carry, slices = list(map(whole, constants)), list(map(whole, carry)), [_along_layers(x, n) for x in scanned]
         stacked: dict[int, list[Any]] = {}
-        order = range(n)
+        order = self._computed(n)
         for k in reversed(order) if eqn.params["reverse"] else order:
             made = bind(eqn, [*constants, *carry, *(x.part(k) for x in slices)], length=eqn.params["length"] // n)
             carry, stacked[k] = made[: len(carry)], made[len(carry) :]
@@ -306,7 +352,7 @@ class _Divided(AsItIs):
             return bind_part(eqn, given, **replaced)
 
         made = []
-        for k in range(n):
+        for k in self._computed(n):
             part = _Part(op.primitive, op.params, bound, rule, choice, Mesh.of({"part": n}), *shapes, number=k)
             read = [
                 x.part(k) if isinstance(x, Rows) else x if layout[0] < 0 else _slice(x, layout[0], n, k)

@@ -35,8 +35,8 @@ class LoopTasks(LoweredStage):
     def __init__(self, stage: Stage, plan: StagePlan, splits_weights: bool, joins: bool, options: Options = None):
         super().__init__(stage, plan, options)
         self.splits_weights, self.joins = splits_weights, joins
-        self.free = self._free()
-        self.kinds = self._kinds()
+        self.free: set[Var] = self._free()
+        self.kinds: dict[str, list[JaxprEqn]] = self._kinds()
         self._constants()
 
     def _kinds(self) -> dict[str, list[JaxprEqn]]:
@@ -106,7 +106,7 @@ class LoopTasks(LoweredStage):
                 self.direct[var] = self.argument_of[atom]
             else:
                 self.handed.append(var)
-        self.constants_packing = self.packed_for(self.handed, self.body.jaxpr.eqns, as_they_are(self.body.jaxpr.outvars))
+        self.constants_packing: Packing = self.packed_for(self.handed, self.body.jaxpr.eqns, as_they_are(self.body.jaxpr.outvars))
 
     def task_programs(self) -> dict[str, TaskProgram]:
         """Per kind the program of its tasks."""
@@ -125,11 +125,11 @@ class LoopTasks(LoweredStage):
             read[kind] = {a for eqn in eqns for a in eqn.invars if isinstance(a, Var)}
             read[kind] |= {leaving[k] for k in of_kind[kind] if isinstance(leaving[k], Var)}
         # What a task hands on is what later ones read of it.
-        self.residuals = {
+        self.residuals: dict[str, list[Var]] = {
             kind: [v for eqn in self.kinds[kind] for v in eqn.outvars if v not in self.free and any(v in read[other] for other in later)]
             for kind, later in (("F", "BW"), ("B", "W"), ("W", ""))
         }
-        self.residual_packings = {kind: self._residual_packing(kind, of_kind) for kind in "FBW"}
+        self.residual_packings: dict[str, Packing] = {kind: self._residual_packing(kind, of_kind) for kind in "FBW"}
         active = [kind for kind in "FBW" if self.kinds[kind] or of_kind[kind]]
         return {kind: self._task(kind, read[kind], sends[kind]) for kind in active}
 

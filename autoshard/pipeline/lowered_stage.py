@@ -69,11 +69,11 @@ class LoweredStage:
             else:
                 self.argument_of[var] = place[atom]
                 self.spec_of[var] = spec
-        self.var_of = {k: var for var, k in self.argument_of.items()}
+        self.var_of: dict[int, Var] = {k: var for var, k in self.argument_of.items()}
         outs = {v: k for k, v in enumerate(mapped.outvars)}
         self.outputs = [self.inner.outvars[outs[v]] if not isinstance(v, Literal) else v for v in closed.jaxpr.outvars]
         specs = mapped.params["out_specs"]
-        self.out_specs = [specs[outs[v]] if not isinstance(v, Literal) else PartitionSpec() for v in closed.jaxpr.outvars]
+        self.out_specs: list[Any] = [specs[outs[v]] if not isinstance(v, Literal) else PartitionSpec() for v in closed.jaxpr.outvars]
 
     def _open_loop(self) -> None:
         """Finds the loop over microbatches, and what its operands and results are."""
@@ -88,8 +88,8 @@ class LoweredStage:
         n_sent = sum(message.kind == "loop" for message in stage.sends)
         n_received = sum(message.kind == "loop" for message in stage.receives)
         assert len(leaving) == len(stage.forward), "the loop's results are those of the stage's"
-        self.n_stacked = len(leaving) - self.n_carry - n_sent
-        self.index = None if len(self.slices) == n_received else self.slices[0]
+        self.n_stacked: int = len(leaving) - self.n_carry - n_sent
+        self.index: Any | None = None if len(self.slices) == n_received else self.slices[0]
         self.arrivals = self.slices[len(self.slices) - n_received :]
         self.first_received, self.first_sent = len(stage.receives) - n_received, len(stage.sends) - n_sent
 

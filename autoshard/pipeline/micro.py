@@ -22,13 +22,15 @@ from autoshard.analysis.values import free_values, makers_of
 from autoshard.errors import PipelineError
 from autoshard.ir import Body, Graph, Op, Rule
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower import Interpreter, bind, retraced
+from autoshard.lower import Interpreter, Path, bind, retraced
 from autoshard.microbatch import in_loop
 from autoshard.microbatch.work import product_flops
 from autoshard.primitives import is_addition
+from autoshard.recompute.replacing import CHECKPOINT
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt, subjaxprs, types_of
-from autoshard.trace.structure import opened, with_bodies
+from autoshard.trace.mapped import MAPPED
+from autoshard.trace.structure import around, opened, with_bodies
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,10 @@ def micro_of(traced: Traced, n: int) -> Micro:
         )
     traced = in_loop(traced, n) if traced.microbatches == 1 else traced
     loop = loop_of(traced.graph, rules_of(traced.graph), n)
-    flat = rebuilt(traced, inlined(traced.jaxpr, loop.equation), n, simplify=False)
+    whole = inlined(traced.jaxpr, loop.equation)
+    if any(op.mapped for op in traced.graph.walk()):
+        whole = ClosedJaxpr(_on_any_devices(whole.jaxpr), whole.consts)
+    flat = rebuilt(traced, whole, simplify=False)
     graph, rules = flat.graph, rules_of(flat.graph)
     loop = loop_of(graph, rules, n)
     body, n_consts, n_carry = loop.bodies[0], num_consts(loop.params), num_carry(loop.params)
@@ -169,12 +174,23 @@ def _widens(op: Op) -> bool:
 # -- evaluation of parts of a program ------------------------------------------------------------------------------------------
 
 
+def mapped_in(eqn: JaxprEqn) -> JaxprEqn | None:
+    """The shard_map that an equation stands for; None for another one."""
+    if eqn.primitive.name not in CHECKPOINT:
+        return None
+    inner = opened(subjaxprs(eqn)[0])[0]
+    return inner.eqns[0] if [each.primitive.name for each in inner.eqns] == [MAPPED] and inner.outvars == inner.eqns[0].outvars else None
+
+
 class _Inlined(Interpreter):
-    """Evaluates a program with its calls inlined, those in the body of one loop too."""
+    """Evaluates a program with its calls inlined, those in the body of one loop too; a shard_map is one equation, as if checkpointed."""
 
     def __init__(self, loop: JaxprEqn | None):
         super().__init__({}, differentiable=False)
         self.loop = loop
+
+    def mapped(self, eqn: JaxprEqn, operands: list[Any], path: Path) -> list[Any]:
+        return list(jax.checkpoint(lambda *arguments: bind(eqn, arguments))(*operands))
 
     def dead(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         if eqn is not self.loop:
@@ -189,6 +205,19 @@ def inlined(closed: ClosedJaxpr, loop: JaxprEqn | None = None) -> ClosedJaxpr:
     """The program with its calls inlined, at the top level and in the body of a loop, and without dead code there."""
     made = jax.make_jaxpr(lambda *arguments: _Inlined(loop).run(closed.jaxpr, closed.consts, arguments))(*types_of(closed.jaxpr.invars))
     return _without_dead_code(made.jaxpr, made.consts)
+
+
+def _on_any_devices(jaxpr: Jaxpr) -> Jaxpr:
+    """The program whose shard_maps say nothing of devices, only of axes: each stage has its own."""
+
+    def replaced(eqn: JaxprEqn) -> JaxprEqn:
+        eqn = around(eqn, [_on_any_devices(opened(body)[0]) for body in subjaxprs(eqn)])
+        if eqn.primitive.name != MAPPED:
+            return eqn
+        mesh = eqn.params["mesh"]
+        return eqn.replace(params={**eqn.params, "mesh": getattr(mesh, "abstract_mesh", mesh)})
+
+    return jaxpr.replace(eqns=[replaced(eqn) for eqn in jaxpr.eqns])
 
 
 def _without_dead_code(jaxpr: Jaxpr, consts: Sequence[Any]) -> ClosedJaxpr:
@@ -214,6 +243,7 @@ class Evaluator:
         for op in ops:
             eqn = op.equation
             names = current_name_stack() + eqn.source_info.name_stack
+            eqn = mapped_in(eqn) or eqn
             with user_context(eqn.source_info.traceback, name_stack=names), self._contexts.context(eqn):
                 results = bind(eqn, [self.read(atom, value) for atom, value in zip(eqn.invars, op.operands, strict=True)])
             self.arrays.update(zip(op.results, results, strict=True))

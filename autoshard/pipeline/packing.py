@@ -92,7 +92,7 @@ class Packing:
         for place, x in zip(self.places, arrays, strict=True):
             x = x if place.handed == place.dtype and place.first < 0 else jnp.asarray(x, place.handed)
             found[place.array].append(x if place.first < 0 else x.reshape(-1))
-        dtypes: dict[int, set] = {}
+        dtypes: dict[int, set[Any]] = {}
         for place in self.places:
             dtypes.setdefault(place.array, set()).add(place.handed)
         joined = []

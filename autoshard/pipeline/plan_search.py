@@ -30,14 +30,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from autoshard.cluster import Cluster
+from autoshard.concurrency import thread_seconds
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.judge.model import CostModel
 from autoshard.microbatch import in_loop
 from autoshard.pipeline.estimates import Estimator
-from autoshard.pipeline.layer_search import FEWER, LayerSearch, Option
-from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Plans, Problems
-from autoshard.pipeline.repeats import Layers, layers_of, shortened
+from autoshard.pipeline.layer_search import LayerSearch, Option
+from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Layers, Plans, Problems, Shorter
+from autoshard.pipeline.scanned import equal_layers_of
+from autoshard.pipeline.scheduling import NAMES
 from autoshard.primitives import is_matrix
 from autoshard.progress import Progress, silent
 from autoshard.search import DynamicProgramming
@@ -59,16 +61,9 @@ def search_plans(traced: Traced, cluster: Cluster, problems: Problems, asked: As
         traced: the whole step, not in microbatches.
         cluster: all devices.
         problems: of a program on a part of the cluster.
-        progress: a callback.
     """
     planning = Planning.of(traced, cluster, problems, asked)
     return None if planning is None else planning.run(progress)
-
-
-def _shorter(traced: Traced, layers: Layers) -> tuple[Traced, Traced] | None:
-    """The step with a few of its layers, and with one more."""
-    fewer, more = (shortened(traced, layers, n) for n in (FEWER, FEWER + 1))
-    return None if fewer is None or more is None else (fewer, more)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,18 +101,18 @@ class _TimeIsOver(Exception):
 class Planning:
     """The state of one search, which goes on where it was left: what is known of each candidate."""
 
-    def __init__(self, traced: Traced, layers: Layers, programs: tuple[Traced, Traced], cluster: Cluster, problems: Problems, asked: Asked):
+    def __init__(self, traced: Traced, layers: Layers, shorter: Shorter, cluster: Cluster, problems: Problems, asked: Asked):
         self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
-        self.programs, self.estimator = programs, Estimator(layers, cluster, asked)
-        self.again: list[tuple[int, int, tuple[Traced, Traced]]] | None = None  # recomputations, made when they are needed
-        self.fill = min(FILL[name] for name in asked.schedules)
+        self.shorter, self.estimator = shorter, Estimator(layers, cluster, asked)
+        self.again: list[tuple[int, Shorter]] | None = None  # recomputations, made when they are needed
+        self.fill: float = min(0.0 if NAMES[name].chunks is None else FILL[name] for name in asked.schedules)  # many chunks have hardly any
         self.price = 0.0  # seconds a byte at which something fitted
         self.until = self.until_cpu = self.below = math.inf
         self.known: dict[Candidate, _Known] = {}
         alone: dict[int, tuple[float, float]] = {}
-        candidates = self.estimator.candidates(programs[0])
+        candidates = self.estimator.candidates(shorter.programs[0])
         part = self.part(min(candidates).n_stages) if candidates else cluster
-        self.plain = [problems(program, part) for program in programs] if candidates else []  # in one microbatch, on the largest part
+        self.plain = [problems(program, part) for program in shorter.programs if candidates]  # in one microbatch, on the largest part
         for each in candidates:
             if each.n_stages not in alone:
                 alone[each.n_stages] = self.computing_seconds(each.n_stages)
@@ -127,9 +122,9 @@ class Planning:
     @classmethod
     def of(cls, traced: Traced, cluster: Cluster, problems: Problems, asked: Asked) -> Planning | None:
         """The search of a step; None where the program has no equal layers that can be taken apart."""
-        layers = layers_of(traced.graph)
-        programs = None if layers is None else _shorter(traced, layers)
-        return None if layers is None or programs is None else cls(traced, layers, programs, cluster, problems, asked)
+        layers = equal_layers_of(traced)
+        shorter = None if layers is None else layers.shorter(traced)
+        return None if layers is None or shorter is None else cls(traced, layers, shorter, cluster, problems, asked)
 
     def run(
         self,
@@ -148,12 +143,11 @@ class Planning:
             below: seconds of a step's makespan, in which a plan has been found by other means: slower ones are not searched.
             n_stages: the only number of stages to search for now; None: all.
         """
-        self.until, self.until_cpu = until, time.thread_time() + cpu_seconds
+        self.until, self.until_cpu = until, thread_seconds() + cpu_seconds
         self.below, ended_early = below, False
         try:
-            self.explore(progress, n_stages)
-        except _TimeIsOver:
-            pass
+            with suppress(_TimeIsOver):
+                self.explore(progress, n_stages)
         except self.asked.ends:
             ended_early = True
         ranked = sorted(self.found(), key=lambda found: (found.makespan_seconds, found.candidate, found.schedule))
@@ -165,16 +159,13 @@ class Planning:
         while self.has_time() and (candidate := self.next(n_stages)) is not None:
             self.search(candidate, progress)
         while n_stages is None and self.has_time() and (candidate := self.loosest()) is not None:
-            if self.known[candidate].search is None:
-                self.search(candidate, progress)
-            else:
-                self.raise_bound(candidate)
+            self.search(candidate, progress) if self.known[candidate].search is None else self.raise_bound(candidate)
 
     def has_time(self) -> bool:
-        return time.perf_counter() < self.until and time.thread_time() < self.until_cpu
+        return time.perf_counter() < self.until and thread_seconds() < self.until_cpu
 
     def check_time(self, *_: object) -> None:
-        """Ends a search of few layers where the time is over; seconds of this thread only end what has not begun."""
+        """Ends a search of few layers where the time is over; this thread's seconds end what has not begun."""
         if time.perf_counter() >= self.until:
             raise _TimeIsOver
 
@@ -210,6 +201,8 @@ class Planning:
     def next(self, n_stages: int | None) -> Candidate | None:
         """The candidate to search, of those whose bounds promise a gain: the first of each number of stages, then that of the best guess.
 
+        Of numbers of stages the least is first, then the one that is farthest from those that were searched and from the largest one.
+
         With ``n_stages`` only of so many. Where nothing fits so far with a number of stages, it is the one with the fewest microbatches.
         """
         gain = self.asked.least_gain
@@ -221,13 +214,19 @@ class Planning:
             own = [each for each in open_ones if each.n_stages == number]
             searched = [each for each, known in self.known.items() if each.n_stages == number and known.search is not None]
             if not searched:
-                chosen.append((-1.0, min(own)))
+                chosen.append((-self.distance(number), min(own)))
             elif not any(self.known[each].found for each in searched):  # the first that fits
                 chosen.append((self.bound(min(own)), min(own)))
             else:
                 chosen.append(min((self.guess(each), each) for each in own))
         guess, best = min(chosen, default=(math.inf, None))
         return best if guess < enough else None
+
+    def distance(self, n_stages: int) -> float:
+        """How many times a number of stages is apart from the next one that was searched, and one more."""
+        searched = {each.n_stages for each, known in self.known.items() if known.search is not None}
+        ends = searched and searched | {max(self.known).n_stages}
+        return min((max(n_stages / n, n / n_stages) for n in ends), default=2 / n_stages) + 1.0
 
     def guess(self, candidate: Candidate) -> float:
         """The objective if the step takes as long as with another number of microbatches, but for the bubble."""
@@ -258,7 +257,7 @@ class Planning:
             seconds = [(op, op.trips * model.least_op_seconds(problem.facts, op)) for op in problem.graph.walk()]
             sums.append((sum(s for _, s in seconds), sum(s for op, s in seconds if is_matrix(op.primitive))))
         (fewer, fewer_products), (more, more_products) = sums
-        times = self.layers.count - FEWER
+        times = (self.layers.count - self.shorter.numbers[0]) / (self.shorter.numbers[1] - self.shorter.numbers[0])
         return fewer + times * (more - fewer), fewer_products + times * (more_products - fewer_products)
 
     def part(self, n_stages: int) -> Cluster:
@@ -270,7 +269,7 @@ class Planning:
         known, n = self.known[candidate], sum(each.search is not None for each in self.known.values())
         progress(f"pipelines: {candidate}", min(n / len(self.known), 1.0))
         try:
-            search = self.searches(candidate, self.programs)
+            search = self.searches(candidate, self.shorter)
             search.run(known.meshes or [0.0] * len(search.meshes))
         except (SearchLimitError, ShardingError, TraceError, InfeasibleError):
             known.is_raised = True  # nothing more is to be learned
@@ -282,15 +281,15 @@ class Planning:
         if not known.found and self.bound(candidate) < self.fastest_objective():
             self.search_less_memory(candidate, known)
 
-    def searches(self, candidate: Candidate, programs: Sequence[Traced], fewer: int = FEWER, again: int | None = None) -> LayerSearch:
+    def searches(self, candidate: Candidate, shorter: Shorter, again: int | None = None) -> LayerSearch:
         """The searches of a candidate, of the step as it is or as it computes again, which are not run yet."""
         part, n = self.part(candidate.n_stages), candidate.n_microbatches
-        if programs is self.programs and candidate == Candidate(1, 1):
-            looped, problems = list(programs), self.plain
+        if shorter is self.shorter and candidate == Candidate(1, 1):
+            looped, problems = list(shorter.programs), self.plain
         else:
-            looped = [in_loop(program, n) if n > 1 else program for program in programs]
+            looped = [in_loop(program, n) if n > 1 else program for program in shorter.programs]
             problems = [self.problems(program, part) for program in looped]
-        return LayerSearch(looped, self.layers.count, problems, _SEARCHER, fewer, again, self.check_time)
+        return LayerSearch(looped, self.layers.count, problems, _SEARCHER, shorter.numbers, again, self.check_time)
 
     def search_less_memory(self, candidate: Candidate, known: _Known) -> None:
         """Finds plans of less memory, where none without a price on bytes fits: with recomputation, and at a few prices.
@@ -341,15 +340,15 @@ class Planning:
         if self.again is None:
             self.again = list(self.shorter_again())
         found = []
-        for number, n_fewer, programs in self.again:
+        for number, shorter in self.again:
             with suppress(SearchLimitError, ShardingError, TraceError):
-                search = self.searches(candidate, programs, n_fewer, number)
+                search = self.searches(candidate, shorter, number)
                 search.run([0.0 if len(mesh.answers) > 1 else math.inf for mesh in plain.meshes])
                 found.append(search)
         return found
 
-    def shorter_again(self) -> Iterator[tuple[int, int, tuple[Traced, Traced]]]:
-        """Of each recomputation its number, and its program with a few layers, how many, and with one more.
+    def shorter_again(self) -> Iterator[tuple[int, Shorter]]:
+        """Of each recomputation its number, and its program with two numbers of layers.
 
         Its first or last layer may differ from the others and so not be among the repetitions. Where no layers can be taken out of the
         program, it is made of the plain ones with few layers: they are cut into segments a little differently.
@@ -357,13 +356,14 @@ class Planning:
         for number, recomputing in enumerate(self.asked.recomputing):
             if (program := recomputing(self.traced)) is None:
                 continue
-            layers = layers_of(program.graph)
-            if layers is not None and layers.count <= self.layers.count and (programs := _shorter(program, layers)) is not None:
-                yield number, FEWER + self.layers.count - layers.count, programs
+            layers = equal_layers_of(program)
+            if layers is not None and layers.count <= self.layers.count and (shorter := layers.shorter(program)) is not None:
+                fewer, more = (n + self.layers.count - layers.count for n in shorter.numbers)
+                yield number, Shorter((fewer, more), shorter.programs)
                 continue
-            fewer, more = map(recomputing, self.programs)
+            fewer, more = map(recomputing, self.shorter.programs)
             if fewer is not None and more is not None:
-                yield number, FEWER, (fewer, more)
+                yield number, Shorter(self.shorter.numbers, (fewer, more))
 
     def tell_others(self, candidate: Candidate, search: LayerSearch) -> None:
         """Raises the bounds of this candidate and of those that it bounds."""

@@ -14,10 +14,11 @@ from autoshard.pipeline.layering import Layering
 from autoshard.problem import Problem
 from autoshard.trace import Traced
 
-FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3}
+FILL = {"1f1b": 1.0, "gpipe": 1.0, "interleaved": 0.5, "zero_bubble": 1 / 3, "auto": 1 / 6}
 """Per schedule the share of the other stages' time for one microbatch in which a stage waits.
 
-Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a third forward and backward (Qi et al., 2023).
+Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a third forward and backward (Qi et al., 2023); both are
+among what is found by itself, and more chunks.
 """
 
 
@@ -25,10 +26,41 @@ Recomputing = Callable[[Traced], "Traced | None"]
 """From the step, or one of fewer layers, to a program that computes again what it does not keep; None where that saves little."""
 
 
+class Layers(Protocol):
+    """The equal layers of a program, scanned (`ScannedLayers`) or written one after the other (`RepeatedLayers`)."""
+
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        ...
+
+    @property
+    def handed_on_bytes(self) -> float:
+        """The bytes of what a layer computes and the next one reads."""
+        ...
+
+    @property
+    def are_scanned(self) -> bool:
+        """Whether they are a scan, whose trips all compute the same again."""
+        ...
+
+    def shorter(self, traced: Traced, /) -> Shorter | None:
+        """The program with two smaller numbers of its layers, or the greater one its own; None where layers cannot be taken out."""
+        ...
+
+
 class Problems(Protocol):
     """The search problems of a program on some devices, without a memory limit: one a mesh and placement, in an order of its own."""
 
     def __call__(self, traced: Traced, cluster: Cluster, /) -> Sequence[Problem]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shorter:
+    """A program with two numbers of its layers, the smaller one first."""
+
+    numbers: tuple[int, int]
+    programs: tuple[Traced, Traced]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -54,6 +86,7 @@ class Estimate:
         options: the plans that a stage may have.
         again: the number of the recomputation among those asked for; None: nothing is computed again.
         objective_seconds: the makespan without overlap, to compare with bounds.
+        again_share: of the layers, the first ones, that are computed again; 0 where none is.
     """
 
     candidate: Candidate
@@ -63,6 +96,7 @@ class Estimate:
     options: tuple[LayerCosts, ...]
     again: int | None
     objective_seconds: float
+    again_share: float = 0.0
 
     @property
     def makespan_seconds(self) -> float:

@@ -50,7 +50,7 @@ class Outer:
     """
 
     level: int
-    call: Callable
+    call: Callable[..., Any]
     arguments: tuple[int, ...]
     donated: tuple[int, ...]
     receives: tuple[int, ...]
@@ -78,8 +78,8 @@ class TaskProgram:
     """
 
     kind: str
-    call: Callable
-    keeping: Callable
+    call: Callable[..., Any]
+    keeping: Callable[..., Any]
     arguments: tuple[int, ...]
     receives: tuple[int, ...]
     reads: tuple[str, ...]

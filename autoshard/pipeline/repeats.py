@@ -18,9 +18,11 @@ import numpy as np
 
 from autoshard.ir import Graph, Op
 from autoshard.pipeline.micro import Evaluator
+from autoshard.pipeline.plans import Shorter
 from autoshard.trace import Traced, rebuilt, types_of
 from autoshard.trace.fingerprint import Canonical
 
+FEWER = 2  # layers of the shorter of two programs
 LEAST = 4  # repetitions; with fewer, a program is no deep one
 _CANDIDATES = 64  # periods that are tried
 _TOGETHER = (1, 4, 16)  # tokens; a single one may occur several times in a layer
@@ -94,8 +96,8 @@ def _of_period(tokens: np.ndarray, period: int, least: int) -> Iterator[Run]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layers:
-    """The repeated layers of a program.
+class RepeatedLayers:
+    """The layers of a program that are written one after the other.
 
     Attributes:
         graph: the program's.
@@ -106,14 +108,33 @@ class Layers:
     graph: Graph
     runs: tuple[Run, ...]
     forward: Run
+    are_scanned = False
 
     @property
     def count(self) -> int:
         """The number of layers, the first and last of which may be incomplete."""
         return self.forward.count
 
+    @property
+    def handed_on_bytes(self) -> float:
+        """The bytes of what a layer computes and the next one reads, at the least of the places where layers may be told apart."""
+        run, graph = self.forward, self.graph
+        place = {value: k for k, op in enumerate(graph.ops[run.start : run.stop]) for value in op.results}
+        last = {value: k for k, op in enumerate(graph.ops[run.start : run.stop]) for value in op.operands if value in place}
+        middle = run.period * (run.count // 2)
+        crossing = [
+            sum(graph.values[value].nbytes for value, end in last.items() if place[value] < border <= end)
+            for border in range(middle, middle + run.period)
+        ]
+        return float(min(crossing))
 
-def layers_of(graph: Graph) -> Layers | None:
+    def shorter(self, traced: Traced) -> Shorter | None:
+        """The program with a few of its layers, and with one more; None where layers cannot be taken out."""
+        fewer, more = (shortened(traced, self, n) for n in (FEWER, FEWER + 1))
+        return None if fewer is None or more is None else Shorter((FEWER, FEWER + 1), (fewer, more))
+
+
+def layers_of(graph: Graph) -> RepeatedLayers | None:
     """The repeated layers of a program; None where it has none that are most of its operations."""
     canonical, numbers = Canonical(), {}
     tokens = [numbers.setdefault(_token(op, graph, canonical), len(numbers)) for op in graph.ops]
@@ -122,7 +143,7 @@ def layers_of(graph: Graph) -> Layers | None:
         return None
     longest = max(runs, key=lambda run: run.length)
     forward = next(run for run in runs if abs(run.count - longest.count) <= 1 and run.period > 1)
-    return Layers(graph, runs, forward)
+    return RepeatedLayers(graph, runs, forward)
 
 
 def _token(op: Op, graph: Graph, canonical: Canonical) -> tuple:
@@ -148,20 +169,7 @@ class _Window:
         return self.start - self.layer + (position - self.start) % self.layer
 
 
-def handed_on_bytes(layers: Layers) -> float:
-    """The bytes of what a layer computes and the next one reads, at the least of the places where layers may be told apart."""
-    run, graph = layers.forward, layers.graph
-    place = {value: k for k, op in enumerate(graph.ops[run.start : run.stop]) for value in op.results}
-    last = {value: k for k, op in enumerate(graph.ops[run.start : run.stop]) for value in op.operands if value in place}
-    middle = run.period * (run.count // 2)
-    crossing = [
-        sum(graph.values[value].nbytes for value, end in last.items() if place[value] < border <= end)
-        for border in range(middle, middle + run.period)
-    ]
-    return float(min(crossing))
-
-
-def shortened(traced: Traced, layers: Layers, n_kept: int) -> Traced | None:
+def shortened(traced: Traced, layers: RepeatedLayers, n_kept: int) -> Traced | None:
     """The program with ``n_kept`` of its layers, without the arguments and results of the others; None where they cannot be taken out.
 
     Layers in the middle are removed. It costs what a program of so many layers costs; the numbers that it would compute mean nothing.
@@ -203,7 +211,7 @@ def _without(traced: Traced, windows: Sequence[_Window], n_removed: int) -> Trac
     return _rebuilt(traced, ops, renamed, arguments, results)
 
 
-def _windows(graph: Graph, layers: Layers, n_removed: int, offset: int) -> list[_Window] | None:
+def _windows(graph: Graph, layers: RepeatedLayers, n_removed: int, offset: int) -> list[_Window] | None:
     """What to remove from each run: of the first the layers in the middle, of the others what reads anything that is gone by then."""
     run = layers.forward
     start = run.start + run.period * ((run.count - n_removed + 1) // 2) + offset
@@ -281,7 +289,7 @@ def _rebuilt(traced: Traced, ops: Sequence[Op], renamed: Mapping[int, int], argu
 
     jaxpr = jax.make_jaxpr(function)(*types_of([closed.jaxpr.invars[position] for position in arguments]))
     short = graph.with_leaves(_places(len(graph.arguments), arguments), _places(len(graph.results), results))
-    return rebuilt(replace(traced, graph=short, in_tree=jax.tree.structure((0,) * len(arguments))), jaxpr, traced.microbatches)
+    return rebuilt(replace(traced, graph=short, in_tree=jax.tree.structure((0,) * len(arguments))), jaxpr)
 
 
 def _places(n: int, kept: Sequence[int]) -> list[list[int]]:

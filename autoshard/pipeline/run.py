@@ -9,7 +9,7 @@ same list and starts the programs of the stages that have devices of its own (`a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,41 +18,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
+from autoshard.pipeline.call import Call, Send, Start
 from autoshard.pipeline.programs import Options, Outer, StagePlan, TaskProgram
 from autoshard.pipeline.rows import RowsOfStages, rows_of_stages
 from autoshard.pipeline.schedule import Schedule, Task
-from autoshard.pipeline.sending import Sending, absent, is_alone, is_here, put, sending, to_everyone
+from autoshard.pipeline.sending import Copies, Sending, absent, is_alone, is_here, put, sending, to_everyone
 from autoshard.pipeline.stages import Staged
 from autoshard.pipeline.tasks import all_programs
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Send:
-    """A message among the results of a program.
-
-    Attributes:
-        place: its position there.
-        target, position: the stage that receives it, and the position among what that receives.
-        placed: its way there.
-    """
-
-    place: int
-    target: int
-    position: int
-    placed: Sending
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Start:
-    """A task as it is started: its program, where it runs, and what is dropped after it."""
-
-    piece: int
-    stage: int
-    task: Task
-    program: TaskProgram | None
-    sends: tuple[_Send, ...]
-    drops: tuple[int, ...]  # positions of messages that no later task reads
-    frees: tuple[str, ...]  # kinds of tasks whose residuals no later task reads
+from autoshard.progress import Progress
 
 
 class Pipelined:
@@ -68,28 +41,23 @@ class Pipelined:
     """
 
     def __init__(self, staged: Staged, plans: Sequence[StagePlan], schedule: Schedule, options: Options = None):
-        """``plans`` has one plan a piece: chunk ``c`` of stage ``s`` is piece ``c * n_stages + s``; ``options`` are of the compiler.
+        """``plans`` has one plan a piece, on the mesh of the stage that has it; ``options`` are of the compiler.
 
         Raises:
             PipelineError: stages, plans and schedule do not fit each other, or its orders wait for each other.
             ShardingError: a stage has no manual lowering.
         """
-        n_pieces = len(staged.stages)
-        if (schedule.n_stages * schedule.n_chunks, schedule.n_microbatches, len(plans)) != (n_pieces, staged.n_microbatches, n_pieces):
-            raise PipelineError(
-                f"A pipeline has as many pieces as its schedule has stages times chunks, and a plan for each: got {n_pieces} pieces of "
-                f"{staged.n_microbatches} microbatches, {len(plans)} plans, and a schedule of {schedule.n_stages} x {schedule.n_chunks} "
-                f"pieces and {schedule.n_microbatches} microbatches. Make the schedule with the numbers of the stages."
-            )
+        _check(staged, plans, schedule)
         self.staged, self.plans, self.schedule = staged, tuple(plans), schedule
         wholes = [NamedSharding(plan.mesh, PartitionSpec()) for plan in plans]
         self.is_here, self.is_alone = [is_here(whole) for whole in wholes], is_alone(wholes)
         self._programs = all_programs(staged, plans, schedule, options)
         self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
         self._route()
+        self._copies: dict[tuple[int, tuple[int, ...]], tuple[tuple[Send, ...], Copies]] = {}
         self._starts = self._ordered()
         self._before, self._after = self._by_level("before"), self._by_level("after")
-        self.order = tuple((start.stage, start.task) for start in self._starts)
+        self.order: tuple[tuple[int, Task], ...] = tuple((start.stage, start.task) for start in self._starts)
         self.executed: tuple[tuple[int, Task], ...] = ()
         self._indices = [
             [jax.device_put(np.int32(i), whole) for i in range(staged.n_microbatches)] if here else []
@@ -104,6 +72,7 @@ class Pipelined:
             for piece, stage in enumerate(staged.stages)
             for k, position in enumerate(stage.arguments)
         ]
+        self._moved = Copies([way for *_, way in self._arguments if way is not None])
         self._results = [self._result(k) for k in range(len(staged.result_homes))]
         replaced = {k: rows[aliases[k]] for k in divided.result_dims}  # new rows are where the next call takes them
         self._rows_out, self.out_shardings = _of_step(divided.results, replaced, [sharding for sharding, _ in self._results])
@@ -114,7 +83,7 @@ class Pipelined:
         """Finds where the messages of each piece go."""
         stages = self.staged.stages
         places = {(s.number, message.key): k for s in stages for k, message in enumerate(s.receives)}
-        self._sends: list[list[list[_Send]]] = [[[] for _ in stage.sends] for stage in stages]
+        self._sends: list[list[list[Send]]] = [[[] for _ in stage.sends] for stage in stages]
         for stage in stages:
             for k, message in enumerate(stage.sends):
                 for target in message.targets:
@@ -123,21 +92,21 @@ class Pipelined:
                     source = NamedSharding(self.plans[stage.number].mesh, self._programs[stage.number].send_specs[k])
                     receiver = stages[target]
                     dtype = receiver.traced.jaxpr.jaxpr.invars[len(receiver.arguments) + position].aval.dtype
-                    self._sends[stage.number][k].append(_Send(0, target, position, sending(source, sharding, message.shape, dtype)))
+                    self._sends[stage.number][k].append(Send(0, target, position, sending(source, sharding, message.shape, dtype)))
 
-    def _of_program(self, piece: int, sends: Sequence[int]) -> tuple[_Send, ...]:
+    def _of_program(self, piece: int, sends: Sequence[int]) -> tuple[Send, ...]:
         """The messages of a program, with their places among what it sends."""
         found = ((place, send) for place, k in enumerate(sends) for send in self._sends[piece][k])
         return tuple(replace(send, place=place) for place, send in found)
 
-    def _ordered(self) -> list[_Start]:
+    def _ordered(self) -> list[Start]:
         """All tasks in an order in which each comes after what it reads, and each stage's in its schedule's order."""
         n_stages, orders = self.schedule.n_stages, self.schedule.orders
         at, arrived, starts = [0] * n_stages, set(), []
         left = {
             (piece, task.microbatch): [other for other in "FBW" if other in programs.tasks]
             for piece, programs in enumerate(self._programs)
-            for task in orders[piece % n_stages]
+            for task in orders[self.schedule.stage(piece)]
         }
         n = sum(map(len, orders))
         while len(starts) < n:
@@ -146,7 +115,7 @@ class Pipelined:
                 if at[stage] == len(orders[stage]):
                     continue
                 task = orders[stage][at[stage]]
-                piece = task.chunk * n_stages + stage
+                piece = self.schedule.piece(stage, task.chunk)
                 program = self._programs[piece].tasks.get(task.kind)
                 needed = () if program is None else program.receives
                 if all((piece, position, task.microbatch) in arrived for position in needed):
@@ -162,15 +131,22 @@ class Pipelined:
                 )
         return starts
 
-    def _start(self, piece: int, stage: int, task: Task, program: TaskProgram | None, left: list[str]) -> _Start:
+    def _start(self, piece: int, stage: int, task: Task, program: TaskProgram | None, left: list[str]) -> Start:
         """The start of a task; ``left`` are the kinds of tasks that its piece has still to run for the microbatch."""
         if program is None:
-            return _Start(piece, stage, task, None, (), (), ())
+            return Start(piece, stage, task, None, (), Copies(()), (), ())
         tasks = self._programs[piece].tasks
         left.remove(task.kind)
         drops = tuple(k for k in program.receives if not any(k in tasks[other].receives for other in left))
         frees = tuple(kind for kind in program.reads if not any(kind in tasks[other].reads for other in left))
-        return _Start(piece, stage, task, program, self._of_program(piece, program.sends), drops, frees)
+        return Start(piece, stage, task, program, *self._sent_by(piece, program.sends), drops, frees)
+
+    def _sent_by(self, piece: int, sends: tuple[int, ...]) -> tuple[tuple[Send, ...], Copies]:
+        """What a program sends, and the way of it all."""
+        if (piece, sends) not in self._copies:
+            own = self._of_program(piece, sends)
+            self._copies[piece, sends] = own, Copies([send.placed for send in own])
+        return self._copies[piece, sends]
 
     def _place(self, k: int) -> NamedSharding:
         """The sharding of an argument of the divided step, on the stage that has it."""
@@ -181,9 +157,9 @@ class Pipelined:
         return NamedSharding(self.plans[home].mesh, PartitionSpec())
 
     def _way_of(self, piece: int, k: int) -> Sending | None:
-        """How a stage gets its argument ``k`` of the stage that has it; None where it takes the array that is passed."""
+        """How a stage gets its argument ``k`` of the stage that has it; None where that is itself."""
         position = self.staged.stages[piece].arguments[k]
-        if self.is_alone or self.staged.argument_homes[position] == piece:
+        if self.staged.argument_homes[position] == piece:
             return None
         aval = self.staged.divided.traced.jaxpr.jaxpr.invars[position].aval
         return sending(self._places[position], self._programs[piece].argument_shardings[k], aval.shape, aval.dtype)
@@ -228,10 +204,14 @@ class Pipelined:
         """An argument where ``in_shardings`` says; as it is in processes that have none of it."""
         return put(x, self.in_shardings[k]) if is_here(self.in_shardings[k]) else x
 
-    def of_placed(self, arguments: Sequence[Any], waits: bool = False) -> list[Any]:
-        """The same as a call, or with ``waits`` as `checked`, for arguments of which all arrays are where ``in_shardings`` says."""
+    def of_placed(self, arguments: Sequence[Any], waits: bool = False, progress: Progress | None = None) -> list[Any]:
+        """The same as a call, or with ``waits`` as `checked`, for arguments of which all arrays are where ``in_shardings`` says.
+
+        ``progress`` is called before each program runs for the first time, and so is compiled; None: nobody is told.
+        """
         there = [x if isinstance(x, jax.Array) else self._placed(k, x) for k, x in enumerate(arguments)]
-        call = _Call(self, [part for x, rows in zip(there, self._rows_in, strict=True) for part in (rows.apart(x) if rows else [x])], waits)
+        parts = [part for x, rows in zip(there, self._rows_in, strict=True) for part in (rows.apart(x) if rows else [x])]
+        call = Call(self, parts, waits, progress)
         for outer in self._before:
             call.around(*outer)
         executed = []
@@ -246,15 +226,26 @@ class Pipelined:
         results = call.results()
         return [rows.together([results[k] for k in parts]) if rows else results[parts[0]] for parts, rows in made]
 
-    def _by_level(self, side: str) -> list[tuple[int, int, Outer, tuple[_Send, ...]]]:
+    def _by_level(self, side: str) -> list[tuple[int, int, Outer, tuple[Send, ...], Copies]]:
         """The programs around the loop, level by level: piece, number among its own, the program, and what it sends."""
         found = [
-            (piece, k, outer, self._of_program(piece, outer.sends))
+            (piece, k, outer, *self._sent_by(piece, outer.sends))
             for piece, programs in enumerate(self._programs)
             for k, outer in enumerate([*programs.before, *programs.after])
             if (outer.level < self.staged.loop_level) == (side == "before")
         ]
         return sorted(found, key=lambda each: (each[2].level, *each[:2]))
+
+
+def _check(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule) -> None:
+    """Raises `PipelineError` where stages, plans and schedule have other numbers."""
+    n = len(staged.stages)
+    if (schedule.n_stages * schedule.n_chunks, schedule.n_microbatches, len(plans)) != (n, staged.n_microbatches, n):
+        raise PipelineError(
+            f"A pipeline has as many pieces as its schedule has stages times chunks, and a plan for each: got {n} pieces of "
+            f"{staged.n_microbatches} microbatches, {len(plans)} plans, and a schedule of {schedule.n_stages} x {schedule.n_chunks} "
+            f"pieces and {schedule.n_microbatches} microbatches. Make the schedule with the numbers of the stages."
+        )
 
 
 def _of_step(
@@ -263,121 +254,3 @@ def _of_step(
     """Per argument or result of a step its rows, None where it is whole; and its sharding, of the divided step's ``places``."""
     found = [rows.get(k) for k in range(len(leaves))]
     return found, tuple(places[parts[0]] if each is None else each.sharding for each, parts in zip(found, leaves, strict=True))
-
-
-class _Call:
-    """The arrays of one call."""
-
-    def __init__(self, run: Pipelined, arguments: Sequence[Any], waits: bool):
-        self.run, self.waits = run, waits
-        self.placed: dict[tuple[int, int], Any] = {}  # arguments, and messages outside the loop
-        for piece, k, position, way in run._arguments:
-            home, x = run.staged.argument_homes[position], arguments[position]
-            if way is not None:
-                self.placed[piece, k] = way(x if run.is_here[home] else None)
-            elif run.is_here[piece]:
-                self.placed[piece, k] = x if home == piece else put(x, run._programs[piece].argument_shardings[k])
-        n = len(run.staged.stages)
-        self.arrived: list[dict[tuple[int, int], Any]] = [{} for _ in range(n)]  # per position and microbatch
-        self.handed: list[dict[int, tuple]] = [{} for _ in range(n)]
-        self.constants: list[tuple] = [()] * n
-        self.totals: list[dict[str, tuple]] = [{} for _ in range(n)]
-        self.residuals: list[dict[tuple[str, int], tuple]] = [{} for _ in range(n)]
-        self.made: dict[int, Any] = {}
-
-    def around(self, piece: int, k: int, outer: Outer, sends: Sequence[_Send]) -> None:
-        """Runs a program before or after the loop."""
-        run = self.run
-        if not run.is_here[piece]:
-            for send in sends:
-                self._receive(send, None)
-            return
-        n_own = len(run.staged.stages[piece].arguments)
-        read = (*outer.arguments, *(n_own + position for position in outer.receives))
-        arguments = tuple(self.placed[piece, position] for position in read)
-        before = tuple(self.handed[piece][number] for number in outer.reads)
-        totals = tuple(self.totals[piece][kind] for kind in outer.kinds)
-        try:
-            donated = tuple(self.placed.pop((piece, position)) for position in outer.donated)
-            gives, self.handed[piece][k], *loop = outer.call(arguments, donated, before, totals)
-            if outer.makes_constants:
-                self.constants[piece], sums = loop
-                self.totals[piece] = dict(zip("FBW", sums, strict=True))
-            n_results = len(outer.results)
-            for position, x in zip(outer.results, gives[:n_results], strict=True):
-                self.made[run.staged.stages[piece].results[position]] = x
-            if self.waits:
-                jax.block_until_ready((gives, loop))
-            for send in sends:
-                self._receive(send, gives[n_results + send.place])
-        except Exception as error:
-            raise self._failure(piece, "what comes around the loop over microbatches", error, (arguments, before)) from error
-
-    def _receive(self, send: _Send, x: Any) -> None:
-        """Sends a message outside the loop, which the stage then has after its arguments."""
-        self.placed[send.target, len(self.run.staged.stages[send.target].arguments) + send.position] = send.placed(x)
-
-    def start(self, start: _Start) -> None:
-        """Starts a task, and what it sends."""
-        program, piece, i = start.program, start.piece, start.task.microbatch
-        if program is None:
-            return
-        run, arrived, residuals = self.run, self.arrived[piece], self.residuals[piece]
-        if not run.is_here[piece]:
-            for send in start.sends:
-                self.arrived[send.target][send.position, i] = send.placed(None)
-            return
-        messages = tuple([arrived[k, i] for k in program.receives])
-        before = tuple([residuals[kind, i] for kind in program.reads])
-        try:
-            self.totals[piece][program.kind], sent, handed = (program.keeping if self.waits else program.call)(
-                run._indices[piece][i],
-                tuple([self.placed[piece, k] for k in program.arguments]),
-                self.constants[piece],
-                self.totals[piece][program.kind],
-                messages,
-                before,
-            )
-            if self.waits:
-                jax.block_until_ready((self.totals[piece][program.kind], sent, handed))
-            for send in start.sends:
-                self.arrived[send.target][send.position, i] = send.placed(sent[send.place])
-        except Exception as error:
-            raise self._failure(piece, f"{start.task.kind} of microbatch {i}", error, (messages, before, self.totals[piece])) from error
-        if handed:
-            residuals[program.kind, i] = handed
-        for k in start.drops:
-            del arrived[k, i]
-        for kind in start.frees:
-            residuals.pop((kind, i), None)
-
-    def results(self) -> list[Any]:
-        """The divided step's results."""
-        for piece, programs in enumerate(self.run._programs):
-            stage = self.run.staged.stages[piece]
-            for k, argument in programs.passed.items() if self.run.is_here[piece] else ():
-                self.made[stage.results[k]] = self.placed[piece, argument]
-        return [given(self.made.get(k)) for k, (_, given) in enumerate(self.run._results)]
-
-    def _failure(self, piece: int, what: str, error: Exception, read: Any) -> PipelineError:
-        """The error of a program, which may be that of an earlier one: what this one ``read`` tells."""
-        stage, n_stages = self.run.staged.stages[piece], self.run.schedule.n_stages
-        where = f"stage {piece % n_stages}" + (f", chunk {piece // n_stages}" if self.run.schedule.n_chunks > 1 else "")
-        if _has_failed(read):
-            return PipelineError(
-                f"Every task of a pipeline has to succeed: one that was started before {what} on {where} failed: "
-                f"{type(error).__name__}: {error} Use step.checked(...), which runs one task after the other, for its stage and lines."
-            )
-        return PipelineError(
-            f"Every task of a pipeline has to succeed: {what} failed on {where}, which computes {stage.lines}: "
-            f"{type(error).__name__}: {error}"
-        )
-
-
-def _has_failed(arrays: Any) -> bool:
-    """Whether a program that makes one of these arrays failed."""
-    try:
-        jax.block_until_ready([x for x in jax.tree.leaves(arrays) if not x.is_deleted()])
-    except Exception:
-        return True
-    return False

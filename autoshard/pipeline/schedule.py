@@ -2,31 +2,29 @@
 
 A step on a pipeline has one forward task (``F``) and one backward task (``B``) per piece of the program and microbatch. Where a schedule
 splits the backward pass, ``B`` computes the gradient of the piece's input, which the previous piece needs, and ``W`` the gradient of its
-weights, which is needed at the end of the step alone. A schedule is one order of tasks per stage; a stage runs one task at a time. Piece
-``p`` is on stage ``p mod S``: with one chunk a stage, pieces and stages are the same.
+weights, which is needed at the end of the step alone. A schedule is one order of tasks per stage; a stage runs one task at a time. A stage
+is a part of the devices, and has one piece of the program or several, its chunks (`autoshard.ir.pieces`).
 
-- ``gpipe``: all forward tasks, then all backward tasks (Huang et al., GPipe, 2019). Every microbatch is in flight.
-- ``1f1b``: at most ``S - s`` microbatches in flight on stage ``s`` (Narayanan et al., PipeDream, 2019).
-- ``interleaved``: 1F1B with several chunks a stage, whose bubble is smaller (Narayanan et al., Efficient Large-Scale Language Model
-  Training on GPU Clusters Using Megatron-LM, 2021).
-- ``zero_bubble``: ``W`` tasks fill the time in which a stage would be idle, within the memory of 1F1B's first stage: ZB-H1 (Qi et al.,
-  Zero Bubble Pipeline Parallelism, 2023).
-
-Laws: every task runs once on every stage; no task waits for one that waits for it (`autoshard.pipeline.simulation`).
+Orders are found by `autoshard.pipeline.scheduling`, and timed by `autoshard.pipeline.simulation`. Laws: every task runs once on every
+stage, and the microbatches of a chunk in order; no task waits for one that waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from autoshard.errors import PipelineError
+from autoshard.ir.pieces import part_of, piece_of
 
 KINDS = ("F", "B", "W")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
-ONE_PROGRAM = {"one_program": (1,), "one_program_interleaved": (1, 2)}
-"""The schedules of stages that are one program, with the numbers of rounds that are tried (`autoshard.pipeline.one_program`)."""
+ONE_PROGRAM = {"one_program": (1,), "one_program_interleaved": (1, 2), "one_program_zero_bubble": (1, 2)}
+"""The schedules of stages that are one program, with the numbers of rounds that are tried (`autoshard.rewrite.one_program`)."""
+
+WEIGHTS_APART = "one_program_zero_bubble"
+"""The one of these in which gradients of weights wait for those of inputs."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -46,8 +44,11 @@ class Schedule:
     """The order of tasks of each stage.
 
     Attributes:
-        name: one of `SCHEDULES`, or a name of one's own.
+        name: of the schedule.
         orders: one order a stage.
+        placement: of the chunks on the stages, of `autoshard.ir.pieces.PLACEMENTS`.
+        n_stages, n_chunks, n_microbatches: the number of stages, of chunks that each has, and of microbatches.
+        kinds: of its tasks: without ``W``, the backward tasks compute the gradients of weights as well.
 
     Raises:
         PipelineError: a task is missing, or is there twice. Orders that wait for each other are refused where they are simulated or run.
@@ -55,9 +56,18 @@ class Schedule:
 
     name: str
     orders: tuple[tuple[Task, ...], ...]
+    placement: str = "loop"
+    n_chunks: int = field(init=False, compare=False)
+    n_microbatches: int = field(init=False, compare=False)
+    kinds: tuple[str, ...] = field(init=False, compare=False)
 
-    def __post_init__(self):
-        everything = {Task(kind, i, c) for kind in self.kinds for i in range(self.n_microbatches) for c in range(self.n_chunks)}
+    def __post_init__(self) -> None:
+        tasks = {task for order in self.orders for task in order}
+        n, chunks = (1 + max((getattr(task, name) for task in tasks), default=least) for name, least in (("microbatch", -1), ("chunk", 0)))
+        kinds = KINDS if any(task.kind == "W" for task in tasks) else KINDS[:2]
+        for name, value in (("n_microbatches", n), ("n_chunks", chunks), ("kinds", kinds)):
+            object.__setattr__(self, name, value)
+        everything = {Task(kind, i, c) for kind in kinds for i in range(n) for c in range(chunks)}
         for stage, order in enumerate(self.orders):
             if len(order) != len(everything) or set(order) != everything:
                 wrong = sorted(everything.symmetric_difference(order)) or [task for task in order if order.count(task) > 1]
@@ -72,176 +82,93 @@ class Schedule:
         return len(self.orders)
 
     @property
-    def n_chunks(self) -> int:
-        """The number of chunks that each stage has."""
-        return 1 + max((task.chunk for order in self.orders for task in order), default=0)
+    def n_pieces(self) -> int:
+        """The number of pieces of the program: of all chunks of all stages."""
+        return self.n_stages * self.n_chunks
+
+    def piece(self, stage: int, chunk: int) -> int:
+        """The piece of the program that is a chunk of a stage."""
+        return piece_of(stage, chunk, self.n_stages, self.placement)
+
+    def stage(self, piece: int) -> int:
+        """The stage that has a piece."""
+        return part_of(piece, self.n_stages, self.placement)
+
+    def chunk(self, piece: int) -> int:
+        """The chunk of its stage that a piece is."""
+        return piece // self.n_stages
+
+    # -- as text --------------------------------------------------------------------------------------------------------------
 
     @property
-    def n_microbatches(self) -> int:
-        """The number of microbatches."""
-        return 1 + max((task.microbatch for order in self.orders for task in order), default=-1)
+    def words(self) -> tuple[str, ...]:
+        """Per stage its order as a word: the letter of each task, and where there are several chunks that of its chunk.
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of its tasks: without ``W``, the backward tasks compute the gradients of weights as well."""
-        return KINDS if any(task.kind == "W" for order in self.orders for task in order) else KINDS[:2]
+        >>> Schedule.of_words("mine", ["FFBFBB", "FBFBFB"]).words
+        ('FFBFBB', 'FBFBFB')
+        """
+        chunk = [chr(ord("a") + c) if self.n_chunks > 1 else "" for c in range(self.n_chunks)]
+        return tuple("".join(task.kind + chunk[task.chunk] for task in order) for order in self.orders)
 
+    @classmethod
+    def of_words(cls, name: str, words: Sequence[str], n_chunks: int = 1, placement: str = "loop") -> Schedule:
+        """The schedule of such words; the microbatches of each chunk and kind of task are in order.
 
-# -- orders ---------------------------------------------------------------------------------------------------------------
-
-
-def schedule_of(name: str, n_stages: int, n_microbatches: int, n_chunks: int | None = None) -> Schedule:
-    """The schedule of a name from `SCHEDULES`.
-
-    ``n_chunks`` is the number of chunks a stage: 2 for ``interleaved`` where not given, and 1 for every other schedule.
-
-    Raises:
-        PipelineError: the name is unknown, a number is not positive, or the schedule has no such number of chunks or microbatches.
-
-    >>> [str(task) for task in schedule_of("1f1b", 2, 3).orders[0]]
-    ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
-    """
-    chunks = n_chunks if n_chunks is not None else 2 if name == "interleaved" else 1
-    _check(name, n_stages, n_microbatches, chunks)
-    if name == "gpipe":
-        orders = [_gpipe(n_microbatches)] * n_stages
-    elif name == "1f1b":
-        orders = [_one_forward_one_backward(n_stages - 1 - s, n_microbatches) for s in range(n_stages)]
-    elif name == "interleaved":
-        orders = [_interleaved(s, n_stages, n_microbatches, chunks) for s in range(n_stages)]
-    else:
-        orders = [_zero_bubble(s, n_stages, n_microbatches) for s in range(n_stages)]
-    return Schedule(name, tuple(tuple(order) for order in orders))
+        Raises:
+            PipelineError: as for the schedule, or a word has other letters.
+        """
+        return cls(name, tuple(tuple(_tasks(word, n_chunks)) for word in words), placement)
 
 
-def has_schedule(name: str, n_stages: int, n_microbatches: int) -> bool:
-    """Whether there is a schedule of these numbers."""
-    return name != "interleaved" or n_microbatches % n_stages == 0
-
-
-def _check(name: str, n_stages: int, n_microbatches: int, n_chunks: int) -> None:
-    if name not in SCHEDULES:
-        raise PipelineError(f"A schedule is one of {', '.join(SCHEDULES)}; got {name!r}.")
-    for what, n in (("stages", n_stages), ("microbatches", n_microbatches), ("chunks", n_chunks)):
-        if n < 1:
-            raise PipelineError(f"A pipeline has at least one of its {what}; got {n}.")
-    if name != "interleaved" and n_chunks != 1:
-        raise PipelineError(f"Schedule {name!r} has one chunk a stage; got {n_chunks}. Use 'interleaved' for several.")
-    if n_chunks > 1 and not has_schedule(name, n_stages, n_microbatches):
-        raise PipelineError(
-            f"An interleaved schedule needs a number of microbatches that its stages divide; got {n_microbatches} microbatches on "
-            f"{n_stages} stages. Use a multiple of {n_stages}, or another schedule."
-        )
-
-
-def _gpipe(n_microbatches: int) -> list[Task]:
-    return [Task(kind, i) for kind in ("F", "B") for i in range(n_microbatches)]
-
-
-def _one_forward_one_backward(warm: int, n_microbatches: int) -> list[Task]:
-    """``warm`` forward tasks, then forward and backward in turns, then what is left of backward tasks."""
-    forward = [Task("F", i) for i in range(n_microbatches)]
-    backward = [Task("B", i) for i in range(n_microbatches)]
-    return _in_turns(forward, backward, min(warm, n_microbatches))
-
-
-def _interleaved(stage: int, n_stages: int, n_microbatches: int, n_chunks: int) -> list[Task]:
-    """Chunk by chunk in groups of as many microbatches as there are stages; backward tasks have the chunks in reverse."""
-    if n_chunks == 1:
-        return _one_forward_one_backward(n_stages - 1 - stage, n_microbatches)
-    order = in_groups(n_stages, n_microbatches, n_chunks)
-    forward = [Task("F", i, c) for i, c in order]
-    backward = [Task("B", i, n_chunks - 1 - c) for i, c in order]
-    warm = 2 * (n_stages - 1 - stage) + (n_chunks - 1) * n_stages
-    return _in_turns(forward, backward, min(warm, len(forward)))
-
-
-def in_groups(n_stages: int, n_microbatches: int, n_chunks: int) -> list[tuple[int, int]]:
-    """Microbatch and chunk of each forward task of a stage: chunk by chunk in groups of as many microbatches as there are stages.
-
-    >>> in_groups(2, 4, 2)
-    [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
-    """
-    groups = [range(first, min(first + n_stages, n_microbatches)) for first in range(0, n_microbatches, n_stages)]
-    return [(i, c) for group in groups for c in range(n_chunks) for i in group]
-
-
-def _in_turns(forward: list[Task], backward: list[Task], warm: int) -> list[Task]:
-    turns = [task for pair in zip(forward[warm:], backward, strict=False) for task in pair]
-    return [*forward[:warm], *turns, *backward[len(forward) - warm :]]
-
-
-def _zero_bubble(stage: int, n_stages: int, n_microbatches: int) -> list[Task]:
-    """ZB-H1: 1F1B in which stage ``s`` computes the gradients of weights ``s`` microbatches later, until no forward task is left.
-
-    So every stage has ``S`` microbatches at most without them, and those left over fill the time in which it waits at the end.
-    """
-    warm, late = min(n_stages - stage, n_microbatches), 0
-    order = [Task("F", i) for i in range(warm)]
-    for i in range(n_microbatches):
-        order.append(Task("B", i))
-        has_forward = warm + i < n_microbatches
-        if i - late >= stage or not has_forward:
-            order.append(Task("W", late))
-            late += 1
-        if has_forward:
-            order.append(Task("F", warm + i))
-    return [*order, *(Task("W", i) for i in range(late, n_microbatches))]
+def _tasks(word: str, n_chunks: int) -> Iterator[Task]:
+    """The tasks of an order's word."""
+    counts: dict[tuple[str, int], int] = {}
+    for k in range(0, len(word), 1 if n_chunks == 1 else 2):
+        kind, chunk = word[k], 0 if n_chunks == 1 else ord(word[k + 1 : k + 2] or "?") - ord("a")
+        if kind not in KINDS or not 0 <= chunk < n_chunks:
+            got = word[k : k + 2]
+            raise PipelineError(f"An order is written in the letters F, B and W, each with one of {n_chunks} chunks; got {got!r}.")
+        i = counts[kind, chunk] = counts.get((kind, chunk), -1) + 1
+        yield Task(kind, i, chunk)
 
 
 # -- memory ---------------------------------------------------------------------------------------------------------------
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage the most microbatches whose residuals are alive at once, those of all its chunks added up.
+class Kept(Protocol):
+    """What a microbatch keeps of a piece: from its forward task to the backward one, and between that and the one of weights."""
 
-    They are alive from the microbatch's forward task to the end of its last backward task.
+    @property
+    def kept_bytes(self) -> float: ...
 
-    >>> in_flight(schedule_of("1f1b", 4, 8)), in_flight(schedule_of("gpipe", 4, 8))
-    ((4, 3, 2, 1), (8, 8, 8, 8))
-    """
-    ones = [1.0] * (schedule.n_stages * schedule.n_chunks)
-    return tuple(round(n) for n in residual_bytes(schedule, ones))
+    @property
+    def late_bytes(self) -> float: ...
+
+
+def alive_bytes(schedule: Schedule, pieces: Sequence[Kept]) -> tuple[float, ...]:
+    """Per stage the most bytes of residuals that are alive at once."""
+    splits, found = "W" in schedule.kinds, [0.0] * schedule.n_stages
+    for stage, order in enumerate(schedule.orders):
+        alive = 0.0
+        for task in order:
+            piece = pieces[schedule.piece(stage, task.chunk)]
+            late = piece.late_bytes if splits else 0.0
+            alive += {"F": piece.kept_bytes, "B": late - piece.kept_bytes, "W": -late}[task.kind]
+            found[stage] = max(found[stage], alive)
+    return tuple(found)
 
 
 def pieces_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per piece the most microbatches of its own whose residuals are alive at once.
+    """Per piece the most microbatches whose residuals are alive at once: from their forward task to the end of their last backward task.
 
-    >>> pieces_in_flight(schedule_of("interleaved", 2, 4))
-    (4, 3, 2, 1)
+    >>> pieces_in_flight(Schedule.of_words("mine", ["FFBFBB", "FBFBFB"]))
+    (2, 1)
     """
-    n = schedule.n_stages * schedule.n_chunks
-    found = (residual_bytes(schedule, [float(piece == own) for piece in range(n)])[own % schedule.n_stages] for own in range(n))
-    return tuple(map(round, found))
-
-
-def stages_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Per stage the most microbatches whose residuals are alive at once, where those of all its chunks count as one microbatch.
-
-    >>> stages_in_flight(schedule_of("interleaved", 2, 4))
-    (3, 2)
-    """
-    return tuple(-(-n // schedule.n_chunks) for n in in_flight(schedule))
-
-
-def residual_bytes(schedule: Schedule, piece_bytes: Sequence[float]) -> tuple[float, ...]:
-    """Per stage the most bytes of residuals that are alive at once; ``piece_bytes[p]`` are those of piece ``p`` for one microbatch."""
-    check_length("piece_bytes", piece_bytes, schedule)
-    return tuple(max(_alive(schedule, s, piece_bytes), default=0.0) for s in range(schedule.n_stages))
-
-
-def check_length(what: str, values: Sequence, schedule: Schedule) -> None:
-    """Raises `ValueError` where there is not one entry for each piece of a schedule."""
-    n_pieces = schedule.n_stages * schedule.n_chunks
-    if len(values) != n_pieces:
-        raise ValueError(f"{what} has one entry for each of {n_pieces} pieces ({schedule.n_chunks} on each stage); got {len(values)}.")
-
-
-def _alive(schedule: Schedule, stage: int, piece_bytes: Sequence[float]) -> Iterator[float]:
-    """Bytes alive after each task of a stage."""
-    frees = schedule.kinds[-1]
-    alive = 0.0
-    for task in schedule.orders[stage]:
-        change = piece_bytes[task.chunk * schedule.n_stages + stage]
-        alive += change if task.kind == "F" else -change if task.kind == frees else 0.0
-        yield alive
+    found = [0] * schedule.n_pieces
+    for stage, order in enumerate(schedule.orders):
+        alive = [0] * schedule.n_chunks
+        for task in order:
+            alive[task.chunk] += (task.kind == "F") - (task.kind == schedule.kinds[-1])
+            piece = schedule.piece(stage, task.chunk)
+            found[piece] = max(found[piece], alive[task.chunk])
+    return tuple(found)

@@ -7,25 +7,33 @@ longest chain.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.schedule import Schedule, Task, check_length
+from autoshard.pipeline.schedule import Schedule, Task
 
 
 @dataclass(frozen=True, slots=True)
-class PieceSeconds:
-    """Seconds of the tasks of one piece of the program for one microbatch.
+class PieceCosts:
+    """Costs of the tasks of one piece of the program for one microbatch.
 
     Attributes:
-        forward: of ``F``.
+        forward: seconds of ``F``.
         backward: of ``B``, the gradient of its input.
         weights: of ``W``, the gradient of its weights; a schedule without ``W`` tasks adds it to ``B``.
+        kept_bytes: what ``F`` keeps for later tasks; without ``W`` tasks ``B`` frees it.
+        late_bytes: what there is between ``B`` and ``W``, where the schedule has both.
     """
 
     forward: float
     backward: float
     weights: float = 0.0
+    kept_bytes: float = 1.0
+    late_bytes: float = 1.0
+
+    def divided(self, n: int) -> PieceCosts:
+        """The costs of one of ``n`` equal parts of the piece."""
+        return PieceCosts(*(getattr(self, field.name) / n for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,12 @@ class Timeline:
     @property
     def makespan_seconds(self) -> float:
         """The end of the last task."""
-        return max((span.end_seconds for spans in self.spans for span in spans), default=0.0)
+        return max(self.end_seconds, default=0.0)
+
+    @property
+    def end_seconds(self) -> tuple[float, ...]:
+        """Per stage the end of its last task."""
+        return tuple(spans[-1].end_seconds if spans else 0.0 for spans in self.spans)
 
     @property
     def busy_seconds(self) -> tuple[float, ...]:
@@ -84,38 +97,38 @@ class Timeline:
 
 def simulate(
     schedule: Schedule,
-    task_seconds: Sequence[PieceSeconds] | PieceSeconds,
+    costs: Sequence[PieceCosts] | PieceCosts,
     transfer_seconds: Sequence[float] | float = 0.0,
     backward_transfer_seconds: Sequence[float] | float | None = None,
 ) -> Timeline:
     """The start and end of every task and transfer; O(number of tasks).
 
-    Each stage runs its order, each task as soon as what it needs has arrived. Transfers run beside tasks, one at a time in each direction
-    between two neighbouring pieces. Between pieces of the same stage nothing is sent.
+    Each stage runs its order, each task as soon as what it needs has arrived. Transfers run beside tasks, one at a time from one stage to
+    another. Between pieces of the same stage nothing is sent.
 
     Args:
         schedule: the orders.
-        task_seconds: per piece, or one for all.
+        costs: per piece, or one for all.
         transfer_seconds: per pair of neighbouring pieces (``p``, ``p + 1``) the seconds in which an activation is sent, or one for all.
         backward_transfer_seconds: the same for gradients of activations; as ``transfer_seconds`` where not given.
 
     Raises:
         PipelineError: the orders wait for each other in a circle.
 
-    >>> from autoshard.pipeline.schedule import schedule_of
-    >>> timeline = simulate(schedule_of("gpipe", 2, 3), PieceSeconds(1.0, 2.0))
+    >>> timeline = simulate(Schedule.of_words("gpipe", ["FFFBBB"] * 2), PieceCosts(1.0, 2.0))
     >>> timeline.makespan_seconds, timeline.bubble_fraction
     (12.0, 0.25)
     """
-    n_pieces = schedule.n_stages * schedule.n_chunks
-    pieces = [task_seconds] * n_pieces if isinstance(task_seconds, PieceSeconds) else list(task_seconds)
-    check_length("task_seconds", pieces, schedule)
-    forward = _per_boundary(transfer_seconds, n_pieces)
-    backward = forward if backward_transfer_seconds is None else _per_boundary(backward_transfer_seconds, n_pieces)
+    n_pieces = schedule.n_pieces
+    pieces = [costs] * n_pieces if isinstance(costs, PieceCosts) else list(costs)
+    if len(pieces) != n_pieces:
+        raise ValueError(f"costs are of each of {n_pieces} pieces ({schedule.n_chunks} on each stage); got {len(pieces)}.")
+    forward = per_boundary(transfer_seconds, n_pieces)
+    backward = forward if backward_transfer_seconds is None else per_boundary(backward_transfer_seconds, n_pieces)
     return _Simulation(schedule, pieces, forward, backward).run()
 
 
-def _per_boundary(seconds: Sequence[float] | float, n_pieces: int) -> list[float]:
+def per_boundary(seconds: Sequence[float] | float, n_pieces: int) -> list[float]:
     """One number for each pair of neighbouring pieces."""
     each = [float(seconds)] * (n_pieces - 1) if isinstance(seconds, int | float) else [float(x) for x in seconds]
     if len(each) != n_pieces - 1:
@@ -126,7 +139,7 @@ def _per_boundary(seconds: Sequence[float] | float, n_pieces: int) -> list[float
 class _Simulation:
     """The state of one simulation: where each stage is in its order, and when what was sent arrives."""
 
-    def __init__(self, schedule: Schedule, pieces: list[PieceSeconds], forward: list[float], backward: list[float]):
+    def __init__(self, schedule: Schedule, pieces: list[PieceCosts], forward: list[float], backward: list[float]):
         self.schedule, self.pieces, self.sends = schedule, pieces, (forward, backward)
         self.n_stages, self.split = schedule.n_stages, "W" in schedule.kinds
         self.at = [0] * self.n_stages  # the next task of each stage's order
@@ -151,19 +164,16 @@ class _Simulation:
         order = sorted(self.started, key=lambda span: span.start_seconds)  # stable: tasks without duration stay after what they need
         return Timeline(self.schedule, tuple(map(tuple, self.spans)), tuple(transfers), tuple((span.stage, span.task) for span in order))
 
-    def piece(self, stage: int, task: Task) -> int:
-        return task.chunk * self.n_stages + stage
-
     def ready(self, stage: int, task: Task) -> float | None:
         """When what a task needs is there; None if that is not known yet."""
-        piece = self.piece(stage, task)
+        piece = self.schedule.piece(stage, task.chunk)
         if task.kind == "F" and piece == 0:
             return 0.0
         return self.arrived.get((task.kind, piece, task.microbatch))
 
     def start(self, stage: int, task: Task, ready: float) -> list[int]:
         """Runs a task; returns the stages for which it makes something arrive."""
-        piece = self.piece(stage, task)
+        piece = self.schedule.piece(stage, task.chunk)
         start = max(self.free[stage], ready)
         self.free[stage] = end = start + self.seconds(piece, task.kind)
         self.started.append(Span(stage, task, start, end))
@@ -177,7 +187,7 @@ class _Simulation:
         if task.kind == "W" or target < 0:
             return [stage]
         self.arrived[task.kind, target, task.microbatch] = self.send(piece, target, task, end)
-        return [target % self.n_stages]
+        return [self.schedule.stage(target)]
 
     def seconds(self, piece: int, kind: str) -> float:
         times = self.pieces[piece]
@@ -186,12 +196,13 @@ class _Simulation:
         return times.weights if kind == "W" else times.backward + (0.0 if self.split else times.weights)
 
     def send(self, source: int, target: int, task: Task, end: float) -> float:
-        """When what a task sends arrives: one transfer at a time in each direction of a boundary."""
+        """When what a task sends arrives: one transfer at a time from one stage to another."""
         seconds = self.sends[source > target][min(source, target)]
-        if source % self.n_stages == target % self.n_stages or not seconds:
+        link = self.schedule.stage(source), self.schedule.stage(target)
+        if link[0] == link[1] or not seconds:
             return end
-        start = max(end, self.link_free.get((source, target), 0.0))
-        self.link_free[source, target] = start + seconds
+        start = max(end, self.link_free.get(link, 0.0))
+        self.link_free[link] = start + seconds
         self.transfers.append(Transfer(source, target, task, start, start + seconds))
         return start + seconds
 

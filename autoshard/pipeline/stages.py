@@ -19,14 +19,15 @@ import jax
 from autoshard.analysis.values import makers_of
 from autoshard.errors import PipelineError
 from autoshard.ir import Op
+from autoshard.ir.rewrites import Microbatches, Offload
 from autoshard.ir.scan import num_consts
 from autoshard.pipeline.around import Around, around_of
-from autoshard.pipeline.cut import EVERYWHERE, Cut, check_stages, cut_of
+from autoshard.pipeline.cut import EVERYWHERE, Cut, Seconds, check_stages, cut_of
 from autoshard.pipeline.layers import Divided, with_divided_layers
 from autoshard.pipeline.micro import Micro, Sum, micro_of
 from autoshard.pipeline.micro_ops import is_backward
 from autoshard.pipeline.stage_program import LoopPart, Message, OuterPart, StageProgram
-from autoshard.recompute import offloaded
+from autoshard.rewrite import rewritten
 from autoshard.trace import Traced, of_jaxpr, types_of
 
 
@@ -85,7 +86,15 @@ class Staged:
         return self.micro.n
 
 
-def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | None = None, rows: Collection[int] | None = None) -> Staged:
+def stages_of(
+    traced: Traced,
+    n_stages: int,
+    n_microbatches: int,
+    cut: Cut | None = None,
+    rows: Collection[int] | None = None,
+    seconds: Seconds | None = None,
+    shares: Sequence[float] | None = None,
+) -> Staged:
     """The stages of a step: parts of about equal work, cut where few bytes go from one to the next.
 
     Args:
@@ -95,6 +104,8 @@ def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | Non
         cut: the cut of an earlier call for the same step and numbers; None finds it.
         rows: the flat arguments of which each stage has the rows of its own layers; None: all stacked ones of which each stage has equally
             many. The first rows are on the first stage, and so on.
+        seconds: predictions by which the cut is found (`autoshard.pipeline.cut.cut_of`).
+        shares: what part of the work each stage is to do, of which the mean is 1.
 
     Raises:
         TraceError: the batch has no such microbatches.
@@ -108,10 +119,11 @@ def stages_of(traced: Traced, n_stages: int, n_microbatches: int, cut: Cut | Non
             f"A cut has a stage for each operation of a microbatch: got one of {cut.n_stages} stages for {len(cut.stages)} operations, "
             f"and the step has {len(micro.body.ops)} and is asked for {n_stages}. Cut the step again."
         )
-    builder = _Builder(traced, divided, micro, cut_of(micro, n_stages) if cut is None else cut)
+    builder = _Builder(traced, divided, micro, cut_of(micro, n_stages, seconds, shares) if cut is None else cut)
     elsewhere = builder.elsewhere() if rows is None else set()
     if elsewhere:  # layers are not divided equally, or several stages read them
-        return stages_of(traced, n_stages, n_microbatches, None, [k for k in divided.argument_dims if k not in elsewhere])
+        left = [k for k in divided.argument_dims if k not in elsewhere]
+        return stages_of(traced, n_stages, n_microbatches, None, left, seconds, shares)
     return builder.staged()
 
 
@@ -125,8 +137,8 @@ def with_state_on_hosts(staged: Staged, leaves: Collection[int]) -> Staged:
     shared = {k for stage in staged.stages for k, is_home in zip(stage.arguments, stage.homes, strict=True) if not is_home}
 
     def hosted(stage: Stage) -> Stage:
-        own = [position for position, k in enumerate(stage.arguments) if k in parts - shared]
-        return replace(stage, traced=offloaded(stage.traced, own))
+        own = Offload.of(position for position, k in enumerate(stage.arguments) if k in parts - shared)
+        return replace(stage, traced=rewritten(stage.traced, (*stage.traced.rewrites, *own)))
 
     return replace(staged, stages=tuple(map(hosted, staged.stages))) if leaves else staged
 
@@ -218,8 +230,10 @@ class _Builder:
             homes.append(around.home(of))
         outers = [self._outer(stage, [v for v, home in zip(graph.results, homes, strict=True) if home == stage]) for stage in self._numbers]
         readers = {k for outer in outers for k in outer.arguments}
-        unread = [k for k in range(len(graph.arguments)) if k not in readers]
-        outers[0] = replace(outers[0], arguments=tuple(sorted((*outers[0].arguments, *unread))))
+        of_argument = {argument: homes[result] for result, argument in graph.aliases}
+        for k in set(range(len(graph.arguments))) - readers:
+            at = of_argument.get(k, 0)  # where what replaces it is
+            outers[at] = replace(outers[at], arguments=tuple(sorted((*outers[at].arguments, k))))
         return outers, tuple(self._argument_home(k, outers, homes) for k in range(len(graph.arguments))), tuple(homes)
 
     def _argument_home(self, k: int, outers: Sequence[OuterPart], result_homes: Sequence[int]) -> int:
@@ -313,7 +327,7 @@ class _Builder:
             result_paths=[*(graph.result_paths[k] for k in results), *(f"sent.{message.name}" for message in sends)],
             aliases=aliases,
             donated=tuple(k for k, position in enumerate(outer.arguments) if position in donated and homes[k]),
-            microbatches=self.micro.n,
+            rewrites=Microbatches.of(self.micro.n),
             examples=self._examples(outer, receives),
         )
         return Stage(stage, traced, outer.arguments, results, homes, receives, sends, self._forward(loop, sends), _lines(loop.ops))

@@ -47,11 +47,10 @@ def programs_of(
 
 
 def all_programs(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule, options: Options = None) -> list[StagePrograms]:
-    """The programs of all stages; with several chunks a stage, chunk ``c`` of stage ``s`` is number ``c * n_stages + s``."""
+    """The programs of all stages; with several chunks a stage, of all pieces."""
     found, splits = [], "W" in schedule.kinds
     for piece, (stage, plan) in enumerate(zip(staged.stages, plans, strict=True)):
-        chunk, part = divmod(piece, schedule.n_stages)
-        joins = joins_tasks(stage, schedule.orders[part], chunk)
+        joins = joins_tasks(stage, schedule.orders[schedule.stage(piece)], schedule.chunk(piece))
         found.append(programs_of(stage, plan, staged.loop_level, splits, joins, options))
     return found
 
@@ -61,10 +60,15 @@ def joins_tasks(stage: Stage, order: Sequence[Task], chunk: int) -> bool:
 
     So it is on the last stage. In one program what the backward pass reads, the logits among it, is not handed on in memory.
     """
-    if any(message.kind == "loop" and not message.backward for message in stage.sends):
+    if not may_join(stage):
         return False
     after = {task: following for task, following in pairwise(order)}
     return all(after.get(task) == Task("B", task.microbatch, chunk) for task in order if task.kind == "F" and task.chunk == chunk)
+
+
+def may_join(stage: Stage) -> bool:
+    """Whether no other stage waits for what a stage's forward task makes."""
+    return not any(message.kind == "loop" and not message.backward for message in stage.sends)
 
 
 Handed = tuple[list[Var], Packing]
@@ -233,7 +237,7 @@ class _Divided(LoopTasks):
             tuple((every,) * packed.n_arrays for _, packed in earlier),
             tuple((every,) * self.total_packings[kind].n_arrays for kind in kinds),
         )
-        out_specs: tuple = (tuple(self.out_specs[k] for k in given), (every,) * packing.n_arrays)
+        out_specs: tuple[Any, ...] = (tuple(self.out_specs[k] for k in given), (every,) * packing.n_arrays)
         if is_last:
             sums = tuple((every,) * self.total_packings[kind].n_arrays for kind in "FBW")
             out_specs = (*out_specs, (every,) * self.constants_packing.n_arrays, sums)

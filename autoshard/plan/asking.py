@@ -1,11 +1,13 @@
-"""The compiler's word on a plan near the memory limit, which is asked for once where nothing else was said of confirming.
+"""The compiler's word on a plan near the memory limit, which is asked for where nothing else was said of confirming.
 
 It is compiled until memory is assigned, if a compiler for the cluster's accelerators is installed. Where it does not fit, the search is
-repeated once, within the limit times predicted through compiled peak. A compiler that is missing, fails or takes too long changes nothing.
+repeated within the limit times predicted through compiled peak, and that plan is compiled, too, a few times at most. A compiler that is
+missing, fails or takes too long changes nothing.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,16 +19,18 @@ from autoshard.plan.confirm import noted
 from autoshard.plan.finalists import Board, needed_bytes
 from autoshard.plan.kept_corrections import is_switched_off
 from autoshard.plan.plan import Plan
-from autoshard.plan.prepared import RESERVE
+from autoshard.plan.prepared import within_less
+from autoshard.plan.rounds import as_compiled
 from autoshard.progress import Progress
 from autoshard.render import format_bytes, format_percent
 from autoshard.strategy import Confirmation
 
 NEAR = 0.8  # of the memory limit: few compiled peaks are more than a quarter above the predicted ones (docs/predictions.md)
-MOST_SECONDS = 60.0  # of compiling
+MOST_SECONDS = 60.0  # of compiling a plan
+MOST_ASKED = 6  # plans
 
 
-def asked_once(
+def asked_of_compiler(
     plan: Plan, fn: Callable, args: tuple, limit: float, user_limit: float | None, seconds: float | None, progress: Progress,
     again: Callable[[float], Plan],
 ) -> Plan:  # fmt: skip
@@ -38,13 +42,33 @@ def asked_once(
         seconds: what is left of a time limit; None: there is none.
         again: searches within other bytes of predicted peak.
     """
-    judge = _compiler(plan, limit)
-    if judge is None:
-        return plan
-    until = time.perf_counter() + min(MOST_SECONDS, MOST_SECONDS if seconds is None else seconds)
-    board = Board([plan], [plan.record.searcher.name], fn, args, user_limit, until, progress)
+    notes, ends = list[str](), math.inf if seconds is None else time.perf_counter() + seconds
+    for number in range(MOST_ASKED):
+        judge = _compiler(plan, 0.0 if number else NEAR * limit)
+        if judge is None:
+            break
+        until = min(time.perf_counter() + MOST_SECONDS, ends)
+        board = Board([plan], [plan.record.searcher.name], fn, args, user_limit, until, progress)
+        answer = _answer(board, judge, limit)
+        if isinstance(answer, Plan):
+            return noted(answer, *notes)
+        refused, within = answer
+        try:
+            other = again(within)
+        except (InfeasibleError, OutOfTime):
+            return noted(plan, *notes, f"{refused} and does not fit, and no other is predicted to need that much less")
+        plan = other
+        notes.append(f"{refused}, and this one is within {format_bytes(within)} of predicted peak")
+    else:
+        notes.append(f"none of {MOST_ASKED} plans fits as compiled, and the last one found was not compiled: set memory_limit_bytes lower")
+    return noted(plan, *notes)
+
+
+def _answer(board: Board, judge: FinalistCompiler, limit: float) -> Plan | tuple[str, float]:
+    """The one plan of a board with what the compiler says; where it does not fit, how in words, and the predicted peak to search within."""
+    (plan,) = board.strategies
     peak = plan.cost.peak_bytes
-    why = f"{format_percent(peak / limit)} of the memory limit are taken, so {judge.name} was asked once"
+    why = f"{format_percent(peak / limit)} of the memory limit are taken, so {judge.name} was asked"
     try:
         judge.decide(board)
     except (OutOfTime, KeyboardInterrupt) as error:
@@ -55,25 +79,21 @@ def asked_once(
     if found.outcome == "failed":
         return noted(plan, f"{why}: it failed, and the prediction stands ({found.reason})")
     if found.outcome != "does not fit":
-        taken = replace(found, outcome="taken", measure=None, seconds=None)
-        confirmed = plan.with_record(replace(plan.record, confirmation=Confirmation("compiler", judge.name, judge.version, (taken,))))
-        return noted(confirmed, f"{why}: it fits, and needs {needs} where {format_bytes(peak)} were predicted")
+        board.note(0, outcome="taken", measure=None, seconds=None)
+        confirmation = Confirmation("compiler", judge.name, judge.version, (board.found[0],))
+        record = replace(as_compiled(plan.record, board), confirmation=confirmation)
+        return noted(plan.with_record(record), f"{why}: it fits, and needs {needs} where {format_bytes(peak)} were predicted")
     refused = f"{why}: the fastest plan needs {needs} where {format_bytes(peak)} were predicted"
-    within = limit * min(peak / max(needed or limit, limit), 1.0) * (1 - RESERVE)
-    try:
-        other = again(within)
-    except (InfeasibleError, OutOfTime):
-        return noted(plan, f"{refused} and does not fit, and no other is predicted to need that much less")
-    return noted(other, f"{refused}, and this one is within {format_bytes(within)} of predicted peak")
+    return refused, within_less(limit, peak, needed or limit)
 
 
-def _compiler(plan: Plan, limit: float) -> FinalistCompiler | None:
-    """The compiler that is asked, until memory is assigned; None where the plan is not near the limit, or there is nobody to ask."""
+def _compiler(plan: Plan, above: float) -> FinalistCompiler | None:
+    """The compiler that is asked, until memory is assigned; None where the plan's peak is not above so many bytes, or there is none."""
     record = plan.record
-    if record.pipeline is not None or record.confirmation is not None or record.cost.peak_bytes <= NEAR * limit or is_switched_off():
+    if record.pipeline is not None or record.confirmation is not None or record.cost.peak_bytes <= above or is_switched_off():
         return None
     try:
         judge = finalist_compiler_of(Cluster.from_dict(record.cluster))
     except (ClusterError, CompilerError):
         return None
-    return replace(judge, clock_hertz=0.0) if judge.compiler.extra else None  # jaxlib's own for CPUs is asked by name alone
+    return replace(judge, clock=None) if judge.compiler.extra else None  # jaxlib's own for CPUs is asked by name alone

@@ -8,35 +8,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
-from autoshard.compilers import compiler_of
-from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.cost.record import Cost
-from autoshard.errors import InfeasibleError, OutOfTime
+from autoshard.budgets import BUDGETS
+from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
 from autoshard.options import OPTIONS
+from autoshard.plan.estimating import estimates_of
 from autoshard.plan.exploring import Exploration
-from autoshard.plan.forms import Estimates, Form, forms_of
+from autoshard.plan.forms import PLAIN, Estimates, Form, forms_of
+from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.microbatching import AUTO, Microbatches
 from autoshard.plan.notes import own_checkpoints
 from autoshard.plan.offloading import check_offload
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import RESERVE, Prepared, noted_if_barely, searched_on_meshes, within
+from autoshard.plan.recomputing import recomputations
 from autoshard.plan.refusals import with_untried
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
-from autoshard.recompute import Options, optimizer_state, without_checkpoints
+from autoshard.recompute import optimizer_state
 from autoshard.render import format_bytes
 from autoshard.rewrite import divisible
-from autoshard.rules import rules_of
 from autoshard.search import Searcher, Solution
 from autoshard.search.integer_programming import LastResort
 from autoshard.strategy import Tried
@@ -48,16 +50,13 @@ Found = tuple[Prepared, Solution, Problem]
 Whole = tuple[Traced, ProgramFacts]
 """A step as it was traced, and its facts."""
 
-PASSES = 3  # over gradients, that adding up those of one more microbatch takes: two reads and a write
-
 
 @dataclass(eq=False)
 class Attempts:
     """The attempts of one search.
 
     Attributes:
-        ask: from a number of microbatches, a recomputation, the step as traced without either, and whether optimizer state is in the
-            memory of hosts, to what is searched.
+        ask: from a form, and the step as it was traced, to what is searched.
         searcher, microbatches, remat, offload, mesh, start: as in `autoshard.search`.
         reserves: whether a part of the limit is left free, if anything fits that.
         progress: a callback.
@@ -66,9 +65,11 @@ class Attempts:
         n_finalists: how many distinct solutions are wanted.
         whole: the step as it was traced, and its facts, where `ask` rewrites it beyond that; None: `ask` gives it in one microbatch.
         warm: as for `searched_on_meshes`.
+        is_full: whether what is found is no slower than what each number of microbatches and each recomputation finds by itself.
+        incumbent: what other variants have found.
     """
 
-    ask: Callable[[int, Remat | None, Traced | None, bool], Prepared]
+    ask: Callable[[Form, Traced | None], Prepared]
     searcher: Searcher
     microbatches: Microbatches
     remat: str | None
@@ -82,18 +83,20 @@ class Attempts:
     n_finalists: int
     whole: Whole | None = None
     warm: Hints | None = None
+    is_full: bool = False
+    incumbent: Incumbent = field(default_factory=Incumbent)
     is_hurried: bool = field(default=False, init=False)  # whether a search found nothing in its share of the time
-    mesh_of_first: Mesh | None = field(default=None, init=False)  # on which the step as it is is fastest; other forms are compared on it
+    first_found: dict[Form, tuple[Mesh, Hints]] = field(default_factory=dict, init=False)  # by first form its fastest mesh, and its hints
     forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
-    least: float = field(default=math.inf, init=False)  # objective found so far, in seconds; no attempt need find slower ones
     explorations: list[Exploration[Found]] = field(default_factory=list, init=False)
+    answers: dict[tuple[Form, Form, bool], Found | Exception] = field(default_factory=dict, init=False)  # by first form, form and limit
 
-    def __post_init__(self):
-        self.first = self.microbatches if isinstance(self.microbatches, int) else 1
-        self.asked = self.ask(self.first, None, None if self.whole is None else self.whole[0], False)
+    def __post_init__(self) -> None:
+        self.first: int = self.microbatches if isinstance(self.microbatches, int) else 1
+        self.asked: Prepared = self.ask(Form(self.first), None if self.whole is None else self.whole[0])
         check_offload(self.offload, self.asked.cluster, self.asked.traced)
-        self.last = LastResort(self.searcher.last_resort)
-        self.started = time.perf_counter()
+        self.last: LastResort = LastResort(self.searcher.last_resort)
+        self.started: float = time.perf_counter()
 
     def found(self) -> Found:
         """The best that is found, with a note on what was left as it is.
@@ -103,14 +106,18 @@ class Attempts:
         """
         prepared, solution, problem = self._best()
         best = self._form_of(prepared)
-        notes = [*filter(None, (each.sentence(best) for each in self.explorations)), *own_checkpoints(self.asked.traced, self.remat)]
+        notes = [*filter(None, (each.sentence(best) for each in self._told)), *own_checkpoints(self.asked.traced, self.remat)]
         others = tuple(replace(other, notes=(*other.notes, *notes)) for other in solution.others)
         return prepared, replace(solution, notes=(*solution.notes, *notes), others=others), problem
 
     def trail(self, prepared: Prepared) -> tuple[Tried, ...]:
         """The forms that were compared, of which one is taken."""
-        best = self._form_of(prepared)
-        return tuple(dict.fromkeys(chain(*(each.trail(best) for each in self.explorations))))
+        return tuple(dict.fromkeys(chain(*(each.trail(self._form_of(prepared)) for each in self._told))))
+
+    @property
+    def _told(self) -> list[Exploration[Found]]:
+        """The explorations that are told, those of a full plan as one."""
+        return [self.explorations[0].merged(self.explorations[1:])] if self.is_full and self.explorations else self.explorations
 
     def _form_of(self, prepared: Prepared) -> Form:
         return next(form for form, (own, _) in self.forms.items() if own.facts is prepared.facts)
@@ -122,10 +129,28 @@ class Attempts:
             if (last := self._by_last_resort()) is not None:
                 return last
             if self.is_hurried and not error.proven:
-                raise OutOfTime(self._too_short()) from None
+                return self._at_the_end()
             raise self._advised(error) from None
         except OutOfTime:
-            raise OutOfTime(self._too_short()) from None
+            return self._at_the_end()
+
+    def _at_the_end(self) -> Found:
+        """What a baseline finds where the time is over and nothing was found: in the fastest form that is estimated to fit, or the leanest.
+
+        Raises:
+            OutOfTime: none fits.
+        """
+        forms: list[Form] = []
+        for each in self.explorations:
+            if each.first in each.free:
+                others, least = [*each.others()], each.refused.get(each.first, math.inf)
+                estimates = self._estimates(each.first, each.free[each.first]).within(least)  # state split over all devices
+                fit = [form for form in others if estimates.peak(form) <= self._limit]
+                forms += [*([min(fit, key=estimates.time)] if fit else []), min(others, key=estimates.peak)]
+        for form in dict.fromkeys(forms):
+            with suppress(InfeasibleError, ShardingError, SearchLimitError, TraceError):
+                return self._searched(form, True, is_last=True)
+        raise OutOfTime(self._too_short()) from None
 
     def _found(self) -> Found:
         """The best that is found in any form that was asked for, without the last resort."""
@@ -140,40 +165,55 @@ class Attempts:
 
     def _explored(self, hosted: Sequence[bool]) -> Found:
         """The best of the forms that were asked for."""
-        n = self.first
         full = [each[-1] for each in self._options if each] if self.remat == "full" else [None]
-        first = Form(n, next(iter(full), None), hosted[0])
+        first = Form(self.first, next(iter(full), None), hosted[0])
         if not self._has_forms:
             return self._searched(first, True)
-
-        def forms() -> list[Form]:
-            numbers = [n, *divisors(divisible(self.asked.traced))] if self.microbatches in OPTIONS["microbatches"].words else [n]
-            some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
-            return list(dict.fromkeys(forms_of(numbers, some, hosted)))
-
-        how = {"search": self._searched, "solution": lambda each: each[1], "estimates": self._estimates}
-        how |= {"limit": self._limit, "is_timed": self.seconds is not None, "is_again_needed": self.remat == "fit"}
-
-        def explored(first: Form, forms: Callable[[], list[Form]]) -> Exploration[Found]:
-            def always(fits: bool) -> list[Form]:
-                more = AUTO if self.microbatches == "auto" else ()
-                again = [] if fits and self.remat == "fit" else self._half_of_loops
-                return [replace(first, microbatches=each) for each in more] + [replace(first, again=each) for each in again]
-
-            return Exploration(first, forms, **how, always=always)
-
-        self.explorations = [explored(first, forms)]
-        if self.remat == "replace" and (anew := list(chain(*self._options))):
-            self.explorations.append(explored(replace(first, again=anew[0]), lambda: forms_of([n], anew, hosted)))
-        found, refused = list[Found](), list[InfeasibleError]()
-        for way in self.explorations:
+        found, failures = list[Found](), list[InfeasibleError]()
+        for way in self._explorations(first, full, hosted):
+            self.explorations.append(way)
             try:
                 found.append(way.best())
             except InfeasibleError as error:
-                refused.append(error)
+                failures.append(error)
+            except (OutOfTime, SearchLimitError, TraceError, ShardingError):
+                if not found:
+                    raise
+            if self.is_full and self.seconds is None and found and found[-1][1].stats.get("ended_early"):
+                break
         if not found:
-            raise min(refused, key=lambda error: error.smallest_peak_bytes or math.inf)
+            raise min(failures, key=lambda error: error.smallest_peak_bytes or math.inf)
         return min(found, key=_seconds)
+
+    def _explorations(self, first: Form, full: Sequence[Remat | None], hosted: Sequence[bool]) -> Iterator[Exploration[Found]]:
+        """What is explored, one after the other: forms from the first one on, with other checkpoints, or from what options fix alone."""
+        how = {"solution": lambda each: each[1], "estimates": self._estimates, "limit": self._limit, "is_timed": self.seconds is not None}
+        how |= {"pair_error": self.asked.cluster.device.pair_error, "incumbent": self.incumbent}
+
+        def forms() -> list[Form]:
+            more = divisors(divisible(self.asked.traced)) if self.microbatches in OPTIONS["microbatches"].words else ()
+            some = full if self.remat in (None, "full", "replace") else [None, *chain(*self._options)]
+            return list(dict.fromkeys(forms_of([self.first, *more], some, hosted)))
+
+        def explored(first: Form, forms: Callable[[], list[Form]], start: Form, remat: str | None, **more: Any) -> Exploration[Found]:
+            def always(fits: bool) -> list[Form]:
+                return [replace(first, again=each) for each in ([] if fits and remat == "fit" else self._half_of_loops)]
+
+            search = partial(self._searched, start=start)
+            return Exploration(first, forms, search, **how, always=always, is_again_needed=remat == "fit", **more)
+
+        start = Form(self.first)
+        few = [replace(first, microbatches=each) for each in (AUTO if self.microbatches == "auto" else ())]
+        most = [replace(first, again=each[-1]) for each in (self._options if self.remat == "auto" else ()) if each]
+        if self.is_full:
+            yield explored(first, forms, start, "fit")
+        yield explored(first, forms, start, self.remat, also=[*few, *most], is_thorough=self.is_full)
+        if self.remat == "replace" and (anew := list(chain(*self._options))):
+            yield explored(replace(first, again=anew[0]), lambda: forms_of([self.first], anew, hosted), start, self.remat)
+        for own in [*few, *most] if self.is_full else ():
+            alike = [each for each in forms() if own in (replace(each, again=own.again), replace(each, microbatches=own.microbatches))]
+            if own in alike:
+                yield explored(own, lambda alike=alike: alike, own, "auto", is_thorough=True)
 
     @property
     def _limit(self) -> float:
@@ -193,21 +233,7 @@ class Attempts:
     def _estimates(self, form: Form, found: Found) -> Estimates:
         """Estimates of other forms from what was found in one."""
         prepared, solution, problem = found
-        peak, device, arguments = solution.judgement.peak, prepared.cluster.device, prepared.traced.graph.arguments
-        held = dict(zip(peak.alive, peak.held, strict=True))
-        replaced = {argument for _, argument in prepared.traced.graph.aliases} - {*self._state}
-        gradients = sum(held.get(arguments[position], 0.0) for position in replaced)
-        return Estimates(
-            seconds=solution.judgement.cost.makespan_seconds,
-            peak_bytes=peak.nbytes,
-            of=form,
-            fixed_bytes=sum(held.get(value, 0.0) for value in arguments),
-            least_fixed_bytes=self._argument_bytes(),
-            state_bytes=sum(held.get(arguments[position], 0.0) for position in self._state),
-            adding_seconds=PASSES * gradients / device.memory_rate + _gathering_seconds(solution.judgement.cost),
-            devices=problem.mesh.size,
-            host_bytes_per_second=device.host_bandwidth_bytes_per_second,
-        )
+        return estimates_of(form, prepared, solution.judgement, problem.mesh.size, self._state, self._argument_bytes())
 
     def _argument_bytes(self) -> float:
         """The bytes of the arguments on a device, were each split over all."""
@@ -218,18 +244,10 @@ class Attempts:
     @cached_property
     def _options(self) -> list[list[Remat]]:
         """The recomputations that there are, of the option's kind: with all that is kept on devices, and with some on hosts, as asked."""
-        device = self.asked.cluster.device
-        prepared = self.asked if self.first == 1 or self.whole is not None else self.ask(1, None, None, False)
+        prepared = self.asked if self.first == 1 or self.whole is not None else self.ask(PLAIN, None)
         traced, facts = self.whole or (prepared.traced, prepared.facts)
-        if self.remat == "replace":
-            opened = without_checkpoints(traced)
-            if opened is traced:
-                return []
-            traced, facts = opened, program_facts(opened.graph, rules_of(opened.graph), compiler_of(self.asked.cluster))
-            facts = facts.corrected(self.asked.facts.corrections)
         kinds = {"activations": (True,), "auto": (False, True)}.get(self.offload or "", (False,))
-        options = [Options(traced, facts, device, hosts) for hosts in kinds]
-        found = [each.replaced if self.remat == "replace" else each.all for each in options]
+        found = [recomputations(traced, facts, self.asked.cluster, self.remat, hosts) for hosts in kinds]
         return [[replace(remat, mode=self.remat or "") for remat in each] for each in found]
 
     @cached_property
@@ -260,6 +278,11 @@ class Attempts:
         return None if left is None else left / 3 if not limited else left / 2 if self._has_forms else left
 
     @property
+    def _least(self) -> float:
+        """The objective from which on a search is cut; of a full plan those go on that gain little, too."""
+        return self.incumbent.bound_seconds / ((1 - BUDGETS.least_gain) if self.is_full else 1)
+
+    @property
     def _patience(self) -> float:
         """The share of its time after which a search that finds nothing ends: half of it where others may find something."""
         return 0.5 if self._has_forms else 1.0
@@ -268,53 +291,91 @@ class Attempts:
         """The seconds that are left."""
         return None if self.seconds is None else max(0.0, self.seconds - (time.perf_counter() - self.started))
 
-    def _searched(self, form: Form, limited: bool) -> Found:
-        """What is found in a form, without the last resort.
+    def _searched(self, form: Form, limited: bool, is_last: bool = False, start: Form | None = None) -> Found:
+        """What is found in a form, without the last resort; what was asked before is answered as it was.
 
         Args:
             limited: whether within the memory limit, or of whatever it holds.
+            is_last: whether it is searched though the time is over.
+            start: the form that is searched on all meshes, of which the best serves others; None: the first.
         """
+        key = start or Form(self.first), form, limited
+        if not self.is_full or is_last:
+            return self._answer(*key, is_last)
+        if key not in self.answers:
+            try:
+                self.answers[key] = self._answer(*key)
+            except (InfeasibleError, TraceError) as error:
+                self.answers[key] = error.with_traceback(None)  # which would keep the problem
+        if isinstance(answer := self.answers[key], Exception):
+            raise answer
+        return answer
+
+    def _answer(self, start: Form, form: Form, limited: bool, is_last: bool = False) -> Found:
         seconds = self._left()
-        if form != Form(self.first) and seconds is not None and seconds <= self.asked.seconds["trace_seconds"]:
+        if not is_last and form != Form(self.first) and seconds is not None and seconds <= self.asked.seconds["trace_seconds"]:
             self.is_hurried = True
             raise OutOfTime(self._too_short())
-        prepared, made = self._form(form)
-        quick = self.searcher.without_last_resort()
-        progress = timed(self.progress, self._share(seconds, limited), patience=self._patience)
+        own, made = self._form(form)
+        progress, failure = timed(self.progress, self._share(seconds, limited), patience=self._patience), None
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
-            self.last.refuse(problem.within(prepared.limit), error)
+            self.last.refuse(problem.within(own.limit), error)
 
-        how = {"refused": refused, "warm": self.warm, "made": made, "least": self.least}
-        if self.mesh_of_first is not None and (not limited or self.least < math.inf):
-            prepared = replace(prepared, meshes=(self.mesh_of_first,), most_axes=0)
-        searched = partial(searched_on_meshes, prepared, quick, progress, self.ends, self.n_finalists, self.start, **how)
-        if not limited:
-            solution, problem = searched(math.inf)
-            self.mesh_of_first = self.mesh_of_first or problem.mesh
-            return self._free(prepared, solution, problem)
-        try:
-            solution, problem = within(prepared, searched, self.reserves, self.mesh)
-        except InfeasibleError:
-            self.is_hurried |= isinstance(progress, Timed) and progress.has_no_patience
-            raise
-        self.least = min(self.least, solution.judgement.cost.objective_seconds)
-        return prepared, solution, problem
+        how = {"refused": refused, "warm": self.warm, "made": made, "least": self._least}
+        for searcher, prepared in self._ways(start, form, own, limited):
+            searched = partial(searched_on_meshes, prepared, searcher, progress, self.ends, self.n_finalists, self.start, **how)
+            if not limited:
+                return self._free(start, prepared, *searched(math.inf))
+            try:
+                solution, problem = within(prepared, searched, self.reserves, self.mesh)
+            except InfeasibleError as error:
+                self.is_hurried |= isinstance(progress, Timed) and progress.has_no_patience
+                failure = error
+                continue
+            self._keep(solution)
+            return prepared, solution, problem
+        assert failure is not None
+        raise failure
+
+    def _ways(self, start: Form, form: Form, prepared: Prepared, limited: bool) -> list[tuple[Searcher, Prepared]]:
+        """The searchers and the meshes with which a form is searched, one after the other until something is found.
+
+        To compare other forms the best mesh of the first one is enough; where nothing fits there they are searched on all.
+        """
+        everything = self.searcher.without_last_resort(), prepared
+        if start not in self.first_found:
+            return [everything]
+        mesh, hints = self.first_found[start]
+        here = replace(prepared, meshes=(mesh,), most_axes=0)
+        if form == start:
+            is_here = not limited or (self.incumbent.is_known and start == Form(self.first))
+            return [(everything[0], here) if is_here else everything]
+        one = everything[0].for_other_forms(hints), here
+        return [one] if self.incumbent.is_known or not limited else [one, everything]
 
     def _form(self, form: Form) -> tuple[Prepared, dict[Mesh, Problem]]:
         """The program in a form, and its problems so far."""
         if form not in self.forms:
             is_first = form == Form(self.first)
-            own = self.asked if is_first else self.ask(form.microbatches, form.again, self._whole, form.hosted)
+            own = self.asked if is_first else self.ask(form, self._whole)
             self.forms[form] = own, {}
         return self.forms[form]
 
-    def _free(self, prepared: Prepared, solution: Solution, problem: Problem) -> Found:
+    def _free(self, start: Form, prepared: Prepared, solution: Solution, problem: Problem) -> Found:
         """What was found without a memory limit, of which what is beyond it is left out."""
+        self.first_found.setdefault(start, (problem.mesh, solution.hints))
         others = tuple(other for other in solution.others if other.judgement.cost.peak_bytes <= self._limit)
+        solution = replace(solution, others=others)
+        self.incumbent.see(solution.judgement.cost)
         if solution.judgement.cost.peak_bytes <= self._limit:
-            self.least = min(self.least, solution.judgement.cost.objective_seconds)
-        return prepared, replace(solution, others=others), problem.within(self._limit)
+            self._keep(solution)
+        return prepared, solution, problem.within(self._limit)
+
+    def _keep(self, solution: Solution) -> None:
+        """Remembers what fits: a simpler plan may come before a faster one."""
+        for each in (solution, *solution.others):
+            self.incumbent.add(each.judgement.cost)
 
     def _by_last_resort(self) -> Found | None:
         """What the searcher's last resort finds, nearest to the limit first; None: nothing, or there is no time left."""
@@ -337,10 +398,3 @@ class Attempts:
 def _seconds(found: Found) -> float:
     """The predicted step time."""
     return found[1].judgement.cost.makespan_seconds
-
-
-def _gathering_seconds(cost: Cost) -> float:
-    """The seconds of gathers, of weights for instance, which each microbatch repeats."""
-    sent = [(each.bytes * each.count, each.kind == "all_gather") for each in cost.collectives]
-    total = sum(n for n, _ in sent)
-    return cost.communication_seconds * sum(n for n, is_gather in sent if is_gather) / total if total else 0.0

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
+from autoshard.ir.rewrites import FusedAttention
+from autoshard.plan.notes import TOP, WORTH
 from autoshard.plan.plan import Plan
 from autoshard.render import format_seconds
 from autoshard.rewrite import Rewriting
-from autoshard.rewrite.attention import FusedAttention
-from autoshard.rewrite.attention_kernels import IMPLEMENTATIONS
 from autoshard.rewrite.attention_program import fused
-
-WORTH = 0.01  # of the step: what would save less is not worth a note
-TOP = 3  # places that are named
+from autoshard.rewrite.ring_attention import IMPLEMENTATIONS
 
 
 def attention_notes(strategy: Plan, rewriting: Rewriting) -> list[str]:
     """What fused kernels would save; where they were asked for, why attention stays as it is written."""
     record, judged = strategy.record, strategy._judged
     name = compiler_of(Cluster.from_dict(record.cluster)).fused_attention
-    is_fused = any(each["kind"] == FusedAttention.kind for each in record.program.rewrites)
+    is_fused = any(isinstance(each, FusedAttention) for each in record.program.rewrites)
     if judged is None or strategy._traced is None or not name or is_fused:
         return []
     found = fused(strategy._traced, IMPLEMENTATIONS[name])

@@ -28,6 +28,7 @@ from autoshard.verify import (
     NO_OP,
     Ahead,
     AheadCompiler,
+    Clock,
     Compilation,
     Topology,
     collectives_of,
@@ -88,11 +89,11 @@ class FinalistCompiler:
 
     Attributes:
         topology: its devices.
-        clock_hertz: of one that counts cycles; 0 of others.
+        clock: of one that counts cycles; None of others.
     """
 
     topology: Topology
-    clock_hertz: float
+    clock: Clock | None
 
     @property
     def compiler(self) -> AheadCompiler:
@@ -116,7 +117,7 @@ class FinalistCompiler:
         """
         lowered: Lowered = {}
         numbers, least = list(range(len(board.found))), min(each.predicted_seconds for each in board.found)
-        near = [k for k in numbers if self.clock_hertz and board.found[k].predicted_seconds <= least * (1 + MARGIN)]
+        near = [k for k in numbers if self.clock and board.found[k].predicted_seconds <= least * (1 + MARGIN)]
         self._decide(board, numbers, near, lowered)
         while close := self._close(board):
             self._decide(board, close, close, lowered)
@@ -135,7 +136,7 @@ class FinalistCompiler:
     def _close(self, board: Board) -> list[int]:
         """Who is still to be compiled to the end, so that it is known who is the fastest."""
         seconds = {number: board.found[number].seconds or 0.0 for number in board.accepted}
-        if not self.clock_hertz or not seconds:
+        if not self.clock or not seconds:
             return []
         near = min(seconds.values()) * (1 + MARGIN)
         return [number for number in seconds if seconds[number] <= near and board.found[number].measure != "scheduled"]
@@ -186,17 +187,18 @@ class FinalistCompiler:
 
     def _scheduled(self, board: Board, number: int, programs: Sequence[FinalistProgram], ahead: Sequence[Ahead]) -> float:
         """The step time by the schedules of a finalist's programs; notes what its kernels take beyond the prediction."""
+        assert self.clock is not None, "to the end are only compiled those of a compiler that counts cycles"
         judged = board.strategies[number]._judged
         kernels = [] if judged is None else compiled_kernels(ahead[0].hlo)
         if judged is not None and any(kernel.leader != NO_OP for kernel in kernels):
-            of = judged.facts, judged.model, judged.record.assignment, kernels, self.clock_hertz
+            of = judged.facts, judged.model, judged.record.assignment, kernels, self.clock
             board.differences[number] = differences(*of)
             board.corrections = board.corrections.merged([learned(*of)])
         seconds = dict.fromkeys(range(len(_records(programs))), 0.0)
         places = {id(own): k for k, own in enumerate(_records(programs))}
         for program, each in zip(programs, ahead, strict=True):
             own = program.record
-            took = scheduled_seconds(each.hlo, own.mesh, Communication(program.cluster.links(own.mesh)), self.clock_hertz)
+            took = scheduled_seconds(each.hlo, own.mesh, Communication(program.cluster.links(own.mesh)), self.clock)
             seconds[places[id(own)]] += program.count * took
         return board.of_parts(number, list(seconds.values()))
 
@@ -234,7 +236,7 @@ def finalist_compiler_of(cluster: Cluster) -> FinalistCompiler:
     """
     topology = compiled_topology(cluster)
     COMPILERS[topology.platform].required()
-    return FinalistCompiler(topology, cluster.device.clock_hertz if COMPILERS[topology.platform].counts_cycles else 0.0)
+    return FinalistCompiler(topology, Clock.of(cluster.device) if COMPILERS[topology.platform].counts_cycles else None)
 
 
 def _in_parallel(begins: dict[int, Callable[[], _Compiling]], board: Board, doing: str, done: int) -> Results:

@@ -12,6 +12,7 @@ import jax
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, CompilerError, InfeasibleError, OutOfTime, SearcherError
+from autoshard.ir.rewrites import Recompute
 from autoshard.plan.compiled_finalists import FinalistCompiler, finalist_compiler_of
 from autoshard.plan.finalists import Board, in_words
 from autoshard.plan.plan import Plan
@@ -38,7 +39,7 @@ class Confirm:
     by: str = "compiler"
     finalists: int = 3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.by not in BY:
             raise SearcherError(
                 f"a search is confirmed by 'compiler' or 'devices', got {self.by!r}. Use confirm='compiler' where there are no devices."
@@ -87,7 +88,7 @@ def confirmed(board: Board, how: Confirm) -> Plan:
     return found.with_record(replace(found.record, stats=stats))
 
 
-def confirmation_of(strategy: Plan, fn: Callable, *args: Any) -> Confirmation:
+def confirmation_of(strategy: Plan, fn: Callable[..., Any], *args: Any) -> Confirmation:
     """What the compiler of a strategy's cluster makes of it, ahead of time and without devices; the strategy is the only finalist.
 
     Args:
@@ -127,10 +128,13 @@ def with_confirmation_of(record: Record, earlier: Record) -> Record:
     return replace(record, confirmation=replace(kept, finalists=(finalist,)))
 
 
-def plan_of(record: Record) -> tuple:
+def plan_of(record: Record) -> tuple[Any, ...]:
     """All of a record that its compiled program depends on."""
-    remat = record.program.remat
-    program = replace(record.program, remat=remat and replace(remat, kept_bytes=0.0, plain_bytes=0.0, seconds=0.0))
+    rewrites = (
+        Recompute(replace(each.remat, kept_bytes=0.0, plain_bytes=0.0, seconds=0.0)) if isinstance(each, Recompute) else each
+        for each in record.program.rewrites
+    )
+    program = replace(record.program, rewrites=tuple(rewrites))
     decided = record.mesh, record.choices, record.layouts, record.copies, record.ahead, record.windows
     if record.pipeline is not None:
         decided = (*decided, record.pipeline.schedule, *(plan_of(stage.record) for stage in record.pipeline.stages))

@@ -14,7 +14,8 @@ from autoshard.judge.model import CostModel
 from autoshard.judge.task_graph import Region
 from autoshard.plan.plan import Plan
 from autoshard.primitives import is_matrix, is_view
-from autoshard.verify import NO_OP, CompiledKernel, cycles_by_op
+from autoshard.verify import NO_OP, Clock, CompiledKernel
+from autoshard.verify import seconds_by_op as compiled_by_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,12 @@ class Difference:
 
 
 def differences(
-    facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock_hertz: float
+    facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock: Clock
 ) -> list[Difference]:
     """The compute of each operation that leads a kernel or is predicted to have one, the largest difference first."""
     predicted, ops = seconds_by_op(facts, model, assignment), facts.graph.walk()
     kernels = _led(facts, kernels)
-    compiled = {op: cycles / clock_hertz for op, cycles in cycles_by_op(kernels).items()}
+    compiled = compiled_by_op(kernels, clock)
     found = []
     for leader, members in _groups(kernels, predicted).items():
         op = ops[leader] if leader != NO_OP else None
@@ -51,13 +52,13 @@ def differences(
 
 
 def learned(
-    facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock_hertz: float
+    facts: ProgramFacts, model: CostModel, assignment: Assignment, kernels: Iterable[CompiledKernel], clock: Clock
 ) -> Corrections:
     """Corrections with which the compute of this assignment is the compiled one; of kernels with one key it is the mean."""
     facts = facts.corrected(NO_CORRECTIONS)
     kernels = _led(facts, kernels)
     predicted, ops = seconds_by_op(facts, model, assignment), facts.graph.walk()
-    compiled = {op: cycles / clock_hertz for op, cycles in cycles_by_op(kernels).items()}
+    compiled = compiled_by_op(kernels, clock)
     more: dict[int, float] = defaultdict(float)
     for leader, members in _groups(kernels, predicted).items():
         expected, taken = sum(predicted.get(each, 0.0) for each in members), compiled.get(leader, 0.0)

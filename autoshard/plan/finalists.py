@@ -68,8 +68,8 @@ class Board:
 
     strategies: Sequence[Plan]
     finders: Sequence[str]
-    fn: Callable
-    args: tuple
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
     memory_limit_bytes: float | None
     until: float | None
     progress: Progress
@@ -80,7 +80,7 @@ class Board:
     corrections: Corrections = field(default=NO_CORRECTIONS, init=False)
     differences: dict[int, list[Difference]] = field(default_factory=dict, init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.found = [
             Finalist(finder, replace(strategy.record.mesh, placement=None), strategy.cost.makespan_seconds, "not reached")
             for finder, strategy in zip(self.finders, self.strategies, strict=True)
@@ -133,8 +133,12 @@ class Board:
         if (pipeline := record.pipeline) is None:
             [found] = seconds
             return found
-        predicted = [stage.record.cost.makespan_seconds for stage in pipeline.stages]
-        busiest, was = (max(sum(each[k :: pipeline.n_parts]) for k in range(pipeline.n_parts)) for each in (seconds, predicted))
+        stages = [(own.part(number), stage) for own in pipeline.passes for number, stage in enumerate(own.stages)]
+        predicted = [stage.record.cost.makespan_seconds for _, stage in stages]
+        busiest, was = (
+            max(sum(x for x, (at, _) in zip(each, stages, strict=True) if at == part) for part in range(pipeline.n_parts))
+            for each in (seconds, predicted)
+        )
         return record.cost.makespan_seconds * busiest / was
 
     def tell(self, doing: str, number: int, done: float) -> None:

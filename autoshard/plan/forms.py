@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -10,6 +11,8 @@ import numpy as np
 
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes, format_percent
+
+LEAST_KEPT = 0.01  # of activations: a form that keeps less of them holds other values
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,15 @@ class Form:
         """The share of what the forward pass keeps that devices hold."""
         return 1.0 if self.again is None or not self.again.plain_bytes else self.again.kept_bytes / self.again.plain_bytes
 
+    def unlike(self, other: Form) -> float:
+        """How far another form is from this one: in factors of two of microbatches and of what is kept; one microbatch from several."""
+        apart = math.log2(self.microbatches / other.microbatches), math.log2(max(self.kept, LEAST_KEPT) / max(other.kept, LEAST_KEPT))
+        return sum(map(abs, apart)) + ((self.microbatches > 1) != (other.microbatches > 1))
+
+    def is_divided(self, first: Form) -> bool:
+        """Whether it is another form in more microbatches, and otherwise the same."""
+        return self.microbatches > first.microbatches and (self.again, self.hosted) == (first.again, first.hosted)
+
     def holds_less(self, other: Form) -> bool:
         """Whether there is nothing of which it holds more than the other; more microbatches may hold more, being split otherwise."""
         return self.microbatches == other.microbatches and self.kept <= other.kept and self.hosted >= other.hosted
@@ -48,6 +60,9 @@ class Form:
         if refused.microbatches > 1 and self.microbatches > 1:
             return refused.again is not None and self.again is None
         return refused.again is None or self.again is None or refused.microbatches > 1
+
+
+PLAIN = Form()  # a step as it is written
 
 
 def forms_of(numbers: Sequence[int], remats: Sequence[Remat | None], hosted: Sequence[bool]) -> list[Form]:
@@ -69,6 +84,8 @@ class Estimates:
         devices: how many share what is computed again.
         host_bytes_per_second: of a device's link to its host.
         again: what recomputations add to the step time, as it was found: their seconds on one device, ascending, and what they add.
+        peaks: of other forms, as they were found.
+        activations: the share of activations in what is held beside arguments.
     """
 
     seconds: float
@@ -81,30 +98,55 @@ class Estimates:
     devices: float
     host_bytes_per_second: float
     again: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
+    peaks: tuple[tuple[Form, float], ...] = ()
+    activations: float = 1.0
 
     def time(self, form: Form) -> float:
         """Seconds of a step in this form."""
         return self.seconds + self._more(form) - self._more(self.of)
 
     def peak(self, form: Form) -> float:
-        """Bytes that a device holds in this form."""
-        fixed = self.fixed_bytes - (self.state_bytes if form.hosted and not self.of.hosted else 0.0)
-        moving = self.peak_bytes - self.fixed_bytes
-        return fixed + moving * (form.kept / self.of.kept) * (self.of.microbatches / form.microbatches)
+        """Bytes that a device holds in this form: as much as in that most like it, whose peak is known, but for what is not fixed."""
+        like, peak = self._like(form)
+        return self._fixed(form) + (peak - self._fixed(like)) * self._share(form) / self._share(like)
+
+    def _like(self, form: Form) -> tuple[Form, float]:
+        return min(((self.of, self.peak_bytes), *self.peaks), key=lambda known: form.unlike(known[0]))
+
+    def _share(self, form: Form) -> float:
+        """The share of what is held beside arguments in one microbatch without recomputation that this form holds."""
+        return max(1.0 - self.activations * (1.0 - form.kept), LEAST_KEPT) / form.microbatches
+
+    def _fixed(self, form: Form) -> float:
+        return self.fixed_bytes + self.state_bytes * (self.of.hosted - form.hosted)
+
+    def with_peak(self, form: Form, nbytes: float) -> Estimates:
+        """The estimates with what a form holds; of as many microbatches in several forms, with what of that is activations."""
+        like, known = self._like(form)
+        activations, ratio = self.activations, (nbytes - self._fixed(form)) / max(known - self._fixed(like), 1.0)
+        if like.microbatches == form.microbatches and (less := (1 - form.kept) - ratio * (1 - like.kept)):
+            activations = min(max((1 - ratio) / less, 0.0), 1.0)
+        return replace(self, activations=activations, peaks=(*(known for known in self.peaks if known[0] != form), (form, nbytes)))
 
     def corrected(self, form: Form, seconds: float) -> Estimates:
-        """The estimates with what a form takes; of several things that it does, microbatches are what was estimated worst."""
+        """The estimates with what a form takes; of several things that it does, microbatches are what was estimated worst, unless known."""
         missed = seconds - self.time(form)
-        if form.microbatches > self.of.microbatches:
+        is_known = any(known.is_divided(self.of) for known, _ in self.peaks)
+        if form.is_divided(self.of) or (form.microbatches > self.of.microbatches and not is_known):
             return replace(self, adding_seconds=max(0.0, self.adding_seconds + missed / (form.microbatches - self.of.microbatches)))
         if form.again is not None and form.again.seconds and not form.again.hosted_bytes:
-            return replace(self, again=tuple(sorted({**dict(self.again), form.again.seconds: self._again(form.again) + missed}.items())))
+            added = self._again(form.again) + missed
+            if form.microbatches != self.of.microbatches:
+                added = max(added, 0.0)  # what is below is of the microbatches, and no other number of them is so much faster
+            return replace(self, again=tuple(sorted({**dict(self.again), form.again.seconds: added}.items())))
         return self
 
     def within(self, least: float) -> Estimates:
         """The estimates of strategies for which time does not count: arguments split over all devices, and what was the smallest peak."""
         fixed = min(self.fixed_bytes, self.least_fixed_bytes)
-        return replace(self, fixed_bytes=fixed, peak_bytes=max(fixed, min(self.peak_bytes - self.fixed_bytes + fixed, least)))
+        less = self.fixed_bytes - fixed
+        peaks = tuple((form, peak - less) for form, peak in self.peaks)
+        return replace(self, fixed_bytes=fixed, peak_bytes=max(fixed, min(self.peak_bytes - less, least)), peaks=peaks)
 
     def _more(self, form: Form) -> float:
         hosted = self.state_bytes if form.hosted else 0.0

@@ -11,15 +11,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from autoshard.cluster import Cluster
+from autoshard.concurrency import thread_seconds
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
+from autoshard.explanation.comparison import figures_of_record
+from autoshard.mesh_search.equality import EQUAL, Figures, note_of_equal, simplest_first
 from autoshard.pipeline.plans import Candidate, Estimate, Plans
+from autoshard.plan.confirm import noted
 from autoshard.plan.forms import Form
 from autoshard.plan.plan import Plan
+from autoshard.plan.request import LEAST_SECONDS
 from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
 from autoshard.strategy import Tried
@@ -27,12 +33,10 @@ from autoshard.strategy import Tried
 TRIES = 2  # pipelines that are searched stage by stage
 STAGES = (2, 4)  # that are tried for a step without equal layers
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
-EXPLORING = 60.0  # seconds of one core in which plans are compared: not of the clock, so that other programs leave the answer as it is
-DEEP_OPS = 10_000  # of a step of more the searches of pipelines end early
+DEEP_OPS = 10_000  # of a step of more pipelines have to promise more
 DEEP_GAIN = 0.05  # of such a step's seconds, that is worth the searches of a pipeline: they take minutes
-LEAST_SECONDS = 1e-3  # of a search whose time is over: it has its first answer
-DEEP_SECONDS = 60.0  # of one core, in which a pipeline of such a step is searched, without a time limit
-REFUSED = (InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
+CORE_SECONDS = 60.0  # of one core, not of the clock, in which plans are compared, and in which a pipeline is searched without a limit
+REFUSED = (ClusterError, InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
 
 class Comparing(Protocol):
@@ -63,14 +67,12 @@ class Searches:
     Attributes:
         whole: of the step without stages.
         plans: of numbers of stages and microbatches; None where the step has no equal layers.
-        staged: of a pipeline.
-        is_deep: whether the step has so many operations that the search of a pipeline ends after `DEEP_SECONDS`.
+        staged: of a pipeline; it ends by itself after `CORE_SECONDS`.
     """
 
     whole: Whole
     plans: Comparing
     staged: StagedSearch
-    is_deep: bool = False
 
 
 def fullest(
@@ -89,54 +91,71 @@ def fullest(
         InfeasibleError: nothing fits, with stages or without.
     """
     until = math.inf if limit_seconds is None else time.perf_counter() + limit_seconds
-    found: list[Sequence[Plan]] = []
-    failure: AutoshardError | None = None
+    search = _Searching(until)
     plans: Plans | None = None
-
-    def left(most: float = math.inf) -> float | None:
-        """Seconds that are left, ``most`` at most; None for no limit."""
-        seconds = min(until - time.perf_counter(), most)
-        return None if seconds == math.inf else max(seconds, LEAST_SECONDS)
-
-    def keep(search: Callable[[float | None], Sequence[Plan]], seconds: float | None) -> None:
-        """Searches; Ctrl-C is for the searches that are left, too, which then have no time."""
-        nonlocal until
-        started, computing = time.perf_counter(), time.thread_time()
-        found.append(search(seconds))
-        is_over = seconds is not None and time.perf_counter() - started >= seconds
-        is_over = is_over or (searches.is_deep and time.thread_time() - computing >= DEEP_SECONDS)
-        if found[-1][0].record.stats.get("ended_early") and not is_over:
-            until = -math.inf
-
-    def fastest() -> float:
-        return min((each.cost.makespan_seconds for each, *_ in found), default=math.inf)
-
     try:
-        try:
-            keep(searches.whole, left(math.inf if limit_seconds is None else SHARE * limit_seconds))
-        except REFUSED as error:
-            failure = error
-        exploring = until if limit_seconds is None else min(until, time.perf_counter() + SHARE * limit_seconds)
-        plans = searches.plans(part(progress, 0.3, 0.3), exploring, EXPLORING, fastest())
+        search.keep(searches.whole, math.inf if limit_seconds is None else SHARE * limit_seconds)
+        exploring = search.until if limit_seconds is None else min(search.until, time.perf_counter() + SHARE * limit_seconds)
+        if time.perf_counter() < exploring:
+            plans = searches.plans(part(progress, 0.3, 0.3), exploring, CORE_SECONDS, search.fastest)
         if plans is not None and plans.ended_early:
-            until = -math.inf
-        tried = 0
+            search.until = -math.inf
         for n_stages, like in _pipelines(plans, cluster):
-            is_over = time.perf_counter() >= until
-            if tried == TRIES or (found and is_over) or (like is not None and like.makespan_seconds >= fastest()):
+            is_over = search.found and time.perf_counter() >= search.until
+            if search.tried == TRIES or is_over or (like is not None and like.makespan_seconds >= search.fastest):
                 break
-            try:
-                keep(partial(searches.staged, n_stages, like), left())
-                tried += 1
-            except REFUSED as error:
-                failure = failure or error
+            search.tried += search.keep(partial(searches.staged, n_stages, like), computing_seconds=CORE_SECONDS)
     except ends:
-        if not found:
+        if not search.found:
             raise
-    if not found:
-        assert failure is not None
-        raise failure
-    return _answer(found, plans)
+    if not search.found:
+        assert search.failure is not None
+        raise search.failure
+    return _answer(search.found, plans, cluster.device.pair_error)
+
+
+@dataclass(slots=True)
+class _Searching:
+    """The searches so far.
+
+    Attributes:
+        until: when the time is over, on `time.perf_counter`'s clock; Ctrl-C is for the searches that are left, too, which have no time.
+        found: the strategies of each search.
+        failure: the first refusal.
+        tried: pipelines that were found.
+    """
+
+    until: float
+    found: list[Sequence[Plan]] = field(default_factory=list)
+    failure: AutoshardError | None = None
+    tried: int = 0
+
+    @property
+    def fastest(self) -> float:
+        """The least step time, in seconds."""
+        return min((each.cost.makespan_seconds for each, *_ in self.found), default=math.inf)
+
+    def keep(
+        self, search: Callable[[float | None], Sequence[Plan]], most: float = math.inf, computing_seconds: float = math.inf
+    ) -> bool:
+        """Whether a search in the seconds that are left, ``most`` at most, finds anything, which is kept.
+
+        Args:
+            computing_seconds: of this thread, after which it ends by itself.
+        """
+        left = min(self.until - time.perf_counter(), most)
+        seconds = None if left == math.inf else max(left, LEAST_SECONDS)
+        started, computing = time.perf_counter(), thread_seconds()
+        try:
+            self.found.append(search(seconds))
+        except REFUSED as error:
+            self.failure = self.failure or error
+            return False
+        is_over = seconds is not None and time.perf_counter() - started >= seconds
+        is_over = is_over or thread_seconds() - computing >= computing_seconds
+        if self.found[-1][0].record.stats.get("ended_early") and not is_over:
+            self.until = -math.inf
+        return True
 
 
 def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, Estimate | None]]:
@@ -158,10 +177,22 @@ def _has_parts(cluster: Cluster, n_stages: int) -> bool:
     return True
 
 
-def _answer(searched: Sequence[Sequence[Plan]], plans: Plans | None) -> list[Plan]:
-    """All of what was found, the fastest with what was compared, and a bound of it all, in its notes and counts."""
-    best, *others = sorted((each for found in searched for each in found), key=lambda strategy: strategy.cost.makespan_seconds)
-    found = sorted((first for first, *_ in searched), key=lambda strategy: strategy.cost.makespan_seconds)
+def figures_of_plan(plan: Plan) -> Figures:
+    """The cost and the complexity of a plan with stages or without."""
+    return figures_of_record(plan.record)
+
+
+def noted_if_equal(ranked: Sequence[Plan], error: float) -> list[Plan]:
+    """Plans as `simplest_first` has them, the first with a note if another is predicted to be faster."""
+    first, *rest = ranked
+    fastest = min(ranked, key=lambda plan: plan.cost.makespan_seconds)
+    return [first if fastest is first else noted(first, note_of_equal(_form(fastest), fastest.cost, error)), *rest]
+
+
+def _answer(searched: Sequence[Sequence[Plan]], plans: Plans | None, error: float) -> list[Plan]:
+    """All of what was found, the best first with what was compared, and a bound of it all, in its notes and counts."""
+    best, *others = noted_if_equal(simplest_first(chain(*searched), error, figures_of_plan), error)
+    found = simplest_first((first for first, *_ in searched), error, figures_of_plan)
     stats: dict[str, float] = {}
     note = f"plan='full' compared {', '.join(map(_named, found))}"
     if plans is not None:
@@ -182,12 +213,13 @@ def _answer(searched: Sequence[Sequence[Plan]], plans: Plans | None) -> list[Pla
 
 def _trail(found: list[Plan], plans: Plans | None) -> tuple[Tried, ...]:
     """The forms that were compared: what was found, fastest first, then pipelines that were estimated alone."""
-    best = found[0]
+    best, least = found[0], found[0].cost.makespan_seconds
     taken = [Tried(_form(best), "taken", None, None, best.cost.makespan_seconds, best.cost.peak_bytes)]
-    slower = [Tried(_form(each), "slower", None, None, each.cost.makespan_seconds, each.cost.peak_bytes) for each in found[1:]]
+    others = ((each, EQUAL if each.cost.makespan_seconds < least else "slower") for each in found[1:])
+    slower = [Tried(_form(each), why, None, None, each.cost.makespan_seconds, each.cost.peak_bytes) for each, why in others]
     whole = next((each.record.trail for each in found if each.record.pipeline is None), ())
     others = [each for each in whole if each.outcome != "taken"]
-    known = {(len(each.record.pipeline.stages), each.microbatches) for each in found if each.record.pipeline is not None}
+    known = {(each.record.pipeline.n_parts, each.microbatches) for each in found if each.record.pipeline is not None}
     ranked = () if plans is None else plans.ranked
     left = {each.candidate: each for each in reversed(ranked) if (each.candidate.n_stages, each.candidate.n_microbatches) not in known}
     pipelines = [each for each in reversed(left.values()) if each.candidate.n_stages > 1]
@@ -197,12 +229,12 @@ def _trail(found: list[Plan], plans: Plans | None) -> tuple[Tried, ...]:
 
 def _form(strategy: Plan) -> str:
     if (pipeline := strategy.record.pipeline) is not None:
-        return str(Candidate(len(pipeline.stages), strategy.microbatches))
+        return str(Candidate(pipeline.n_parts, strategy.microbatches))
     return next((each.form for each in strategy.record.trail if each.outcome == "taken"), str(Form(strategy.microbatches)))
 
 
 def _named(strategy: Plan) -> str:
     pipeline = strategy.record.pipeline
-    what = "no stages" if pipeline is None else f"{len(pipeline.stages)} stages"
+    what = "no stages" if pipeline is None else f"{pipeline.n_parts} stages"
     n = strategy.microbatches
     return f"{what} in {n} microbatch{'es' * (n > 1)} ({format_seconds(strategy.cost.makespan_seconds)})"

@@ -27,7 +27,7 @@ from autoshard.verify import COMPILERS, compiled_topology
 
 VARIABLE = "AUTOSHARD_CORRECTIONS"
 """The environment variable that names another folder; ``off`` keeps and uses none, and no compiler is asked that was not asked for."""
-SCHEMA = 1
+SCHEMA = 2
 MOST = 10_000  # about 2 MB
 
 

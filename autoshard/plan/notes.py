@@ -14,9 +14,9 @@ from autoshard.recompute import checkpoints
 from autoshard.render import format_bytes, format_count, format_percent
 from autoshard.trace import Traced
 
-TOP = 3  # places in the program that are named for a mesh axis
+TOP = 3  # places in the program that are named
 MUCH = 0.1  # of all work: an axis that repeats no more of it may be worth what it shards
-WORTH = 0.01  # of all products' work: what does less is not worth a note
+WORTH = 0.01  # of all products' work, or of the step's time: what is less is not worth a note
 CONTENDED = 256  # additions to one element, from which on an H200 takes milliseconds for a scatter in half precision
 
 

@@ -15,10 +15,11 @@ from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.record import Cost
 from autoshard.explanation import Judged
 from autoshard.explanation.searched import Searched
+from autoshard.ir.rewrites import variant
 from autoshard.judge.model import CostModel
 from autoshard.plan.user_pins import Asked, UserPins, stage_pins
 from autoshard.rules import rules_of
-from autoshard.run.pipeline_step import staged_as
+from autoshard.run.pipeline_step import passes_as
 from autoshard.run.recorded import WRITTEN_BACK, Call, abstract_call, lasting
 from autoshard.run.step import program_of
 from autoshard.run.structure import rebuild
@@ -66,7 +67,7 @@ class Plan:
         return dict(self.record.mesh.shape)
 
     @property
-    def in_specs(self) -> tuple:
+    def in_specs(self) -> tuple[Any, ...]:
         """A `PartitionSpec` for each argument leaf, structured as the tuple of arguments.
 
         An NNX object's specs come as its `nnx.State`. In a strategy that was loaded, containers other than tuples, lists and dicts
@@ -89,14 +90,16 @@ class Plan:
     def stages(self) -> tuple[Self, ...]:
         """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices.
 
-        () where there are none, also where stages are one program: this strategy is all of theirs.
+        Of several passes over the microbatches those of the last one. () where there are none, also where stages are one program: this
+        strategy is all of theirs.
         """
         pipeline = self.record.pipeline
         if pipeline is None or self._parts:
             return self._parts
         if self._traced is None:
             return tuple(type(self)(stage.record) for stage in pipeline.stages)
-        stages = staged_as(self._traced, self.record, pipeline).stages
+        _, staged, _ = passes_as(self._traced, self.record, pipeline)[-1]
+        stages = staged.stages
         found = zip(pipeline.stages, stages, strict=True)
         return tuple(type(self)(saved.record, stage.traced, stage_pins(Asked(), stage, False)) for saved, stage in found)
 
@@ -169,7 +172,7 @@ class Plan:
             self._known = Searched(program_facts(graph, rules_of(graph), compiler))
         return self._known
 
-    def with_program(self, fn: Callable, *args: Any) -> Self:
+    def with_program(self, fn: Callable[..., Any], *args: Any) -> Self:
         """The same strategy with its program, which one from a file lacks: `explain` then has compute by layer and memory by group.
 
         Args:
@@ -180,7 +183,7 @@ class Plan:
         """
         with outside_mesh(keep_auto=True):
             traced, _, _ = program_of(fn, args, self.record, before=self._traced)
-        return type(self)(self.record, traced, call=abstract_call(fn, args, traced.rewrites))
+        return type(self)(self.record, traced, call=abstract_call(fn, args, variant(traced.rewrites)))
 
     def with_record(self, record: Record) -> Self:
         """The strategy of another record of the same program."""
@@ -189,7 +192,7 @@ class Plan:
 
 
 
-def named_as_strategies(cls: type) -> type:
+def named_as_strategies(cls: type[Any]) -> type[Any]:
     """The class, with methods that Python's own errors name by the class that users know."""
     for method in vars(cls).values():
         if isinstance(method, FunctionType):

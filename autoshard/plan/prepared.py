@@ -14,29 +14,31 @@ from typing import Any
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.corrections import NO_CORRECTIONS
+from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, ShardingError, TraceError
 from autoshard.explanation.searched import Searched
 from autoshard.ir import Mesh
-from autoshard.ir.remat import Remat
+from autoshard.ir.rewrites import Microbatches, Offload, OneProgram, Recompute
 from autoshard.judge.evaluate import recomputation
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.candidates import placed
+from autoshard.mesh_search.equality import figures_of, note_of_equal, simplest_first
 from autoshard.mesh_search.refinement import refined
 from autoshard.mesh_search.search import Refused, search_meshes
-from autoshard.microbatch import microbatched
-from autoshard.pipeline.one_program import in_one_program
-from autoshard.plan.meshes import MOST_AXES, check_covers, given_mesh, meshes_of, most_axes
+from autoshard.pipeline.schedule import WEIGHTS_APART
+from autoshard.plan.forms import PLAIN, Form
+from autoshard.plan.meshes import MOST_AXES, check_covers, meshes_of, most_axes
 from autoshard.plan.notes import contended, fetched_early, lowered_otherwise, whole, without_rules
 from autoshard.plan.plan import Plan
+from autoshard.plan.request import Request
 from autoshard.plan.start import better, carried, unused
-from autoshard.plan.user_pins import Asked, UserPins, user_pins, with_batch, written
+from autoshard.plan.user_pins import UserPins, user_pins, with_batch, written
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress
-from autoshard.recompute import offloaded, optimizer_state, rematerialised
+from autoshard.recompute import optimizer_state
 from autoshard.render import format_bytes, format_percent
-from autoshard.rewrite import divided
+from autoshard.rewrite import rewritten
 from autoshard.rules import rules_of
 from autoshard.run.recorded import Call, abstract_call, record_of
 from autoshard.run.step import Sharded, plain, several
@@ -108,8 +110,8 @@ class Prepared:
 
         return refined(problem, labels, self.most_axes, BUDGETS.least_gain, on, progress, price)
 
-    def overlapped(self, solutions: Sequence[Solution], problem: Problem, wanted: int = 1) -> list[Solution]:
-        """The fastest of some solutions once more of their communication is overlapped, fastest first.
+    def overlapped(self, solutions: Sequence[Solution], problem: Problem, wanted: int = 1, known: float = math.inf) -> list[Solution]:
+        """The fastest of some solutions once more of their communication is overlapped, as `simplest_first` has them.
 
         Overlap may gain a slower solution more than a faster one, so all are tried that would be among the fastest if nothing were exposed.
 
@@ -117,16 +119,23 @@ class Prepared:
             solutions: fastest first.
             problem: has the memory limit; a solution that holds more already may keep its peak.
             wanted: how many are returned, if there are as many.
+            known: as for `simplest_first`.
         """
         found: list[Solution] = []
+        error = self.cluster.device.pair_error
         limit = math.inf if problem.memory_limit_bytes is None else problem.memory_limit_bytes
         for each in solutions:
             cost = each.judgement.cost
             least = min((one.judgement.cost.makespan_seconds for one in found), default=math.inf)
-            if len(found) < wanted or cost.makespan_seconds - cost.exposed_communication_seconds < least:
+            if len(found) < wanted or cost.makespan_seconds - cost.exposed_communication_seconds < least * (1 + error):
                 model = self._model(each.assignment.mesh, problem)
                 found.append(replace(each, judgement=overlapped(self.facts, model, each.judgement, limit)))
-        return sorted(found, key=lambda each: each.judgement.cost.makespan_seconds)[:wanted]
+        first, *rest = simplest_first(found, error, figures_of, known)
+        fastest = min((first, *rest), key=lambda each: each.judgement.cost.makespan_seconds)
+        if fastest is not first:
+            note = note_of_equal(f"a plan on mesh {fastest.assignment.mesh}", fastest.judgement.cost, error)
+            first = replace(first, notes=(*first.notes, note))
+        return [first, *rest][:wanted]
 
     def plan(self, mesh: Mesh, solution: Solution, searcher: Searcher, problem: Problem | None = None) -> Plan:
         """The plan of a solution on a mesh; it keeps a problem that is given, if it is of that mesh, for later questions."""
@@ -147,38 +156,30 @@ class Prepared:
 
 
 def prepare(
-    fn,
-    args,
-    cluster,
-    searcher,
-    mesh,
-    asked: Asked,
-    memory_limit_bytes,
-    donate_argnums,
-    microbatches=1,
-    remat=None,
-    whole=None,
-    offload=False,
-    stages=1,
-    rounds=1,
-    corrections=NO_CORRECTIONS,
-):
-    """What `search` is given, checked, traced and with the meshes that are worth trying; arguments are `search`'s, and `traced_of`'s."""
-    cluster = cluster_of(cluster)
-    limit = limit_of(cluster, memory_limit_bytes)
-    most = most_axes(mesh, searcher)
-    given = None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
-    if given is not None:
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    request: Request,
+    form: Form = PLAIN,
+    whole: Traced | None = None,
+    rounds: int = 1,
+    corrections: Corrections = NO_CORRECTIONS,
+) -> Prepared:
+    """A request's program in a form, checked, traced and with the meshes that are worth trying; other arguments are `traced_of`'s."""
+    cluster, searcher, asked, stages = cluster_of(request.cluster), request.searcher, request.asked, request.stages_of_one_program
+    limit = limit_of(cluster, request.memory_limit_bytes)
+    most = most_axes(request.mesh, searcher)
+    if (given := request.given_mesh) is not None:
         check_covers(cluster, given, stages)
-    axes = (*asked.axes, *(given.all_names if given else ()))
-    how = microbatches, remat, whole, offload, stages, rounds, asked.batch
-    traced, facts, seconds = traced_of(fn, args, donate_argnums, axes, cluster, *how)
+    ticking = OneProgram(stages, form.microbatches, rounds, request.schedule == WEIGHTS_APART) if stages > 1 else None
+    how = form, whole, ticking, asked.batch
+    traced, facts, seconds = traced_of(fn, args, request.donate_argnums, request.axes, cluster, *how)
     facts = facts.corrected(corrections)
     pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
     more = tuple(searcher.in_specs.items()) if isinstance(searcher, Manual) else ()
     meshes, is_free = meshes_of(cluster, pins, given, most, stages, more)
-    is_limited = memory_limit_bytes is not None
-    finest = (mesh or MOST_AXES) if is_free and searcher.automatic else 0
+    is_limited = request.memory_limit_bytes is not None
+    finest = request.mesh if isinstance(request.mesh, int) else MOST_AXES
+    finest = finest if is_free and searcher.automatic else 0
     prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args), None, is_limited)
     return batch_found(prepared)
 
@@ -192,7 +193,7 @@ def batch_found(prepared: Prepared) -> Prepared:
     return prepared if mesh.size == 1 else replace(prepared, pins=with_batch(prepared.pins, batch_dims(found)))
 
 
-def own_annotations(fn: Callable, args: tuple, traced: Traced) -> list[tuple[Annotation, ...]]:
+def own_annotations(fn: Callable[..., Any], args: tuple[Any, ...], traced: Traced) -> list[tuple[Annotation, ...]]:
     """The shardings that each array of the arguments has."""
     return annotations_of(traced.split(held(plain(fn), args)))
 
@@ -215,32 +216,28 @@ def traced_of(
     donate_argnums,
     axis_names,
     cluster: Cluster,
-    microbatches: int = 1,
-    remat: Remat | None = None,
+    form: Form = PLAIN,
     whole: Traced | None = None,
-    offload: bool = False,
-    stages: int = 1,
-    rounds: int = 1,
+    ticking: OneProgram | None = None,
     batch: tuple[str | int, ...] = (),
 ) -> tuple[Traced, ProgramFacts, dict[str, float]]:
     """The traced function, its facts for the cluster's compiler, and what tracing took.
 
     Args:
+        form: in which it is to be.
         whole: the function as it was traced in one microbatch without recomputation, if it was.
-        offload: whether optimizer state is in the memory of hosts.
-        stages: into how many its scanned layers are divided that run at the same time, in one program.
-        rounds: how often a microbatch goes through all of these.
+        ticking: how its scanned layers are divided into stages of one program; None: they are not.
         batch: the arguments that hold examples, where they are named.
     """
     started = time.perf_counter()
     if whole is None:
         whole = whole_of(fn, args, donate_argnums, axis_names, batch)
-    again = rematerialised(whole, remat)
-    if stages > 1:
-        traced = divided(again, lambda one: in_one_program(one, stages, microbatches, rounds))
+    again = rewritten(whole, (*whole.rewrites, *Recompute.of(form.again)))
+    if ticking is not None:
+        traced = rewritten(again, (*again.rewrites, ticking))
     else:
-        traced = _in_parts(whole, again, microbatches)
-    traced = offloaded(traced, optimizer_state(traced)) if offload else traced
+        traced = _in_parts(whole, again, form.microbatches)
+    traced = rewritten(traced, (*traced.rewrites, *Offload.of(optimizer_state(traced) if form.hosted else ())))
     compiler = compiler_of(cluster)
     make = partial(program_facts, traced.graph, rules_of(traced.graph), compiler)
     facts = fn.facts(traced, compiler, make) if isinstance(fn, TracedOnce) and traced is whole else make()
@@ -256,12 +253,14 @@ def _in_parts(whole: Traced, again: Traced, microbatches: int) -> Traced:
     Raises:
         TraceError: it does not run in microbatches, or not with recomputation.
     """
+    if microbatches == 1:
+        return again
     try:
-        return divided(again, partial(microbatched, n=microbatches))
+        return rewritten(again, (*again.rewrites, Microbatches(microbatches)))
     except TraceError:
         if again is whole:
             raise
-    divided(whole, partial(microbatched, n=microbatches))  # refuses for a reason of its own, or
+    rewritten(whole, (*whole.rewrites, Microbatches(microbatches)))  # refuses for a reason of its own, or
     raise TraceError(
         f"recomputation is of one forward and one backward pass, and {whole.graph.name!r} has several, of which later ones read what comes "
         f"of all examples in earlier ones: only without recomputation it runs in {microbatches} microbatches. Use remat=None, or "
@@ -305,6 +304,11 @@ def within(
     solution, problem = searched(prepared.limit)
     others = tuple(noted_if_barely(other, prepared.limit) for other in solution.others)
     return replace(noted_if_barely(solution, prepared.limit), others=others), problem
+
+
+def within_less(limit: float, predicted: float, needed: float) -> float:
+    """The limit of predicted peaks where a plan needs more than was predicted: it leaves as much room in proportion, and the reserve."""
+    return limit * min(predicted / max(needed, limit), 1.0) * (1 - RESERVE)
 
 
 def noted_if_barely(solution: Solution, limit: float) -> Solution:

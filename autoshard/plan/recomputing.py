@@ -6,11 +6,32 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, NothingFasterError, SearchLimitError, TraceError
 from autoshard.ir.remat import Remat
 from autoshard.plan.refusals import AGAIN, or_refused
+from autoshard.recompute import Options, without_checkpoints
+from autoshard.rules import rules_of
+from autoshard.trace import Traced
 
 T = TypeVar("T")
+
+
+def recomputations(traced: Traced, facts: ProgramFacts, cluster: Cluster, remat: str | None, hosts: bool) -> Sequence[Remat]:
+    """The recomputations that there are of a program, of the option's kind: of all that it keeps, or in place of its own checkpoints.
+
+    Args:
+        hosts: whether what is kept may be in the memory of hosts.
+    """
+    if remat != "replace":
+        return Options(traced, facts, cluster.device, hosts).all
+    opened = without_checkpoints(traced)
+    if opened is traced:
+        return ()
+    own = program_facts(opened.graph, rules_of(opened.graph), compiler_of(cluster)).corrected(facts.corrections)
+    return Options(opened, own, cluster.device, hosts).replaced
 
 
 def _fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:

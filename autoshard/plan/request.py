@@ -11,6 +11,7 @@ import jax
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError
+from autoshard.ir import Mesh
 from autoshard.mesh_search.anytime import checked_seconds, endings
 from autoshard.options import OPTIONS, checked
 from autoshard.pipeline.schedule import ONE_PROGRAM
@@ -24,6 +25,7 @@ from autoshard.rewrite import Padding, Rewriting
 from autoshard.search import Auto, Searcher, searcher_of
 from autoshard.trace import Batch
 
+LEAST_SECONDS = 1e-3  # of a search that comes when the time is over: it has its first answer
 SEARCHING = 0.5  # of a search that is confirmed: its share of the progress, and of a time limit
 CHECKED = ("microbatches", "remat", "offload", "stages", "schedule")  # words and numbers
 
@@ -41,7 +43,9 @@ class Request:
         asked: pins, batch axes and batch.
         seconds: the time limit; None: there is none.
         rewriting: kernels, balance and padding.
-        asks: whether a compiler is asked once of a plan near the memory limit that nobody confirms.
+        chunks: stages on each part of the devices; None: as many as is fastest.
+        asks: whether a compiler is asked of a plan near the memory limit that nobody confirms.
+        is_thorough: whether the step without stages is no slower than with each number of microbatches and recomputation alone.
     """
 
     cluster: Cluster | str | Path | None = None
@@ -58,10 +62,12 @@ class Request:
     offload: str | None = None
     stages: int | None = None
     schedule: str | None = None
+    chunks: int | None = None
     plan: str = "sharding"
     start: Plan | None = None
     rewriting: Rewriting = field(default_factory=Rewriting)
     asks: bool = False
+    is_thorough: bool = False
 
     @classmethod
     def of(
@@ -76,6 +82,7 @@ class Request:
         plan: str = "sharding",
         start: Plan | None = None,
         kernels: str | None = None,
+        slow_reduction: str | None = None,
         balance: float | None = 1.0,
         padding: bool | Padding = True,
         **others: Any,
@@ -86,6 +93,9 @@ class Request:
             AutoshardError: an option is none of its values, or does not go with another.
         """
         chosen, mesh = searcher_of(searcher), others.get("mesh")
+        if checked("slow_reduction", slow_reduction) is not None:
+            described = others.get("cluster")
+            others["cluster"] = (Cluster.local() if described is None else Cluster.of(described)).with_sums(str(slow_reduction))
         axes = () if mesh is None or isinstance(mesh, int) else given_mesh(mesh).sizes
         request = cls(
             searcher=chosen,
@@ -97,6 +107,8 @@ class Request:
             rewriting=Rewriting.of(kernels, balance, padding, axes),
             **{name: checked(name, value) if name in CHECKED else value for name, value in others.items()},
         )
+        if (parts := request._parts) and request.stages is None and not request.is_full:
+            request = replace(request, stages=len(parts))
         request._check_together()
         return request
 
@@ -107,12 +119,30 @@ class Request:
                 "offload='activations' is a third choice for what remat keeps or computes again, and with remat=None nothing is chosen. "
                 "Use remat='fit', 'auto' or 'full' with it."
             )
+        if self._parts and (self.is_full or self.mesh is not None or self.schedule in ONE_PROGRAM):
+            asked = "plan='full'" if self.is_full else "mesh=" if self.mesh is not None else f"schedule='{self.schedule}'"
+            raise ShardingError(
+                f"stages of a mixed cluster are on unequal devices, each on its own mesh, and {asked} is for equal ones. Leave it out; "
+                f"stages={len(self._parts)} or a multiple says how many."
+            )
         if self.is_full and self.stages is not None:
             raise ShardingError(f"plan='full' searches numbers of stages, got stages={self.stages!r}. Leave out stages, or plan.")
+        if self.is_pipeline and isinstance(self.cluster, Cluster) and any(level.sums for level in self.cluster.levels):
+            raise ShardingError(
+                "stages that are programs of their own send activations between slices and add up gradients within them: slow_reduction "
+                "has nothing to do. Leave it out, or stages."
+            )
         if self.schedule is not None and not self.is_full and self.stages is None:
             raise ShardingError(
                 f"a schedule is the order of a pipeline's tasks, got schedule={self.schedule!r} without one. Add stages=, or plan='full'."
             )
+
+    @property
+    def _parts(self) -> Sequence[Cluster]:
+        """The parts of a mixed cluster; none of another one."""
+        given = self.cluster
+        is_mixed = isinstance(given, Cluster) or (isinstance(given, str) and "+" in given)
+        return Cluster.of(given).parts if given is not None and is_mixed else ()
 
     @property
     def is_full(self) -> bool:
@@ -132,8 +162,12 @@ class Request:
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that are named, which constraints inside the function may name too."""
-        given = () if self.mesh is None or isinstance(self.mesh, int) else given_mesh(self.mesh).all_names
-        return *self.asked.axes, *given
+        return *self.asked.axes, *(self.given_mesh.all_names if self.given_mesh is not None else ())
+
+    @property
+    def given_mesh(self) -> Mesh | None:
+        """The mesh that is given, of all devices or of each stage; None: it is searched."""
+        return None if self.mesh is None or isinstance(self.mesh, int) else given_mesh(self.mesh)
 
     @property
     def searching_seconds(self) -> float | None:
@@ -157,3 +191,9 @@ class Request:
     def without_stages(self) -> Request:
         """The request of the step as one program on all devices."""
         return replace(self, plan="sharding", stages=None, schedule=None)
+
+    @property
+    def every_form(self) -> Request:
+        """The request of a full plan without stages, in any form that options leave open."""
+        number, again = ("auto" if each == "fit" else each for each in (self.microbatches, self.remat))
+        return replace(self.without_stages(), microbatches=number, remat=again, is_thorough=True)

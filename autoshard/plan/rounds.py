@@ -21,7 +21,7 @@ from autoshard.plan.compiled_finalists import MARGIN, finalist_compiler_of
 from autoshard.plan.confirm import Confirm, confirmed, noted, plan_of
 from autoshard.plan.finalists import Board, needed_bytes
 from autoshard.plan.plan import Plan
-from autoshard.plan.prepared import RESERVE
+from autoshard.plan.prepared import RESERVE, within_less
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes, format_seconds
 from autoshard.strategy import Finalist, Record
@@ -99,9 +99,9 @@ class Rounds:
                     best = self._above(error, within or self.limit, own)
             if len(self.boards) == n_before or self.boards[-1].ended or sum(each.compilations for each in self.boards) >= MOST_COMPILATIONS:
                 break
-            scale = self._scale(self.boards[-1]) if best is None or self._gives_up_much(best) else None
-            if scale is not None:
-                within = self.limit * scale * (1 - RESERVE)
+            less = self._less(self.boards[-1]) if best is None or self._gives_up_much(best) else None
+            if less is not None:
+                within = less
                 own(f"faster plans do not fit as compiled: searches again within {format_bytes(within)}", 1.0)
             elif not self.boards[-1].corrections:
                 break
@@ -161,9 +161,9 @@ class Rounds:
         refused = [each.predicted_seconds for board in self.boards for each in board.found if each.outcome == "does not fit"]
         return min(refused, default=math.inf) * (1 + MARGIN) < best.strategy.cost.makespan_seconds
 
-    def _scale(self, board: Board) -> float | None:
-        """Predicted through compiled peak, the least of what does not fit; None: there is none, or its compiled peak is unknown."""
-        return min((predicted / max(needed, self.limit) for predicted, needed in _refused([board])), default=None)
+    def _less(self, board: Board) -> float | None:
+        """The limit for the next search, by what does not fit; None: nothing, or its compiled peak is unknown."""
+        return min((within_less(self.limit, predicted, needed) for predicted, needed in _refused([board])), default=None)
 
     def _recorded(self, best: _Found) -> Plan:
         """The strategy with the finalists and a note of each search, one on the limit of its own, if it has one, and the compiled cost."""
@@ -215,7 +215,7 @@ def as_compiled(record: Record, board: Board) -> Record:
         exposed = max(taken.seconds - compute, 0.0)
         sent = max(cost.communication_seconds, exposed)
         cost = replace(cost, makespan_seconds=taken.seconds, compute_seconds=min(compute, taken.seconds), communication_seconds=sent,
-                       exposed_communication_seconds=exposed, low_share=0.0, high_share=0.0)  # fmt: skip
+                       exposed_communication_seconds=exposed)  # fmt: skip
     return replace(record, cost=cost)
 
 

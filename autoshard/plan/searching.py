@@ -7,26 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
+from autoshard.mesh_search.equality import simplest_first
 from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.plan.agreement import agreed, finalists_of_process_0
-from autoshard.plan.asking import asked_once
+from autoshard.plan.asking import asked_of_compiler
 from autoshard.plan.attempts import Attempts, Whole
 from autoshard.plan.attention_notes import attention_notes
 from autoshard.plan.confirm import noted
 from autoshard.plan.corrections import as_compiled_before
 from autoshard.plan.finalists import Board
-from autoshard.plan.full_plan import REFUSED, STAGES
+from autoshard.plan.full_plan import REFUSED, STAGES, figures_of_plan, noted_if_equal
+from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.kept_corrections import keep_corrections, kept_corrections
 from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import MOST_OVERLAPPED, cluster_of, limit_of, prepare, traced_of
-from autoshard.plan.request import SEARCHING, Request
+from autoshard.plan.request import LEAST_SECONDS, SEARCHING, Request
 from autoshard.plan.rounds import Rounds
 from autoshard.plan.stage_searches import Call, full, in_stages
 from autoshard.plan.ticking import check_parts, fastest
-from autoshard.plan.variants import LEAST_SECONDS
 from autoshard.plan.variants import fastest as fastest_variant
 from autoshard.progress import Progress, part, silent
 from autoshard.render import shown
@@ -37,7 +39,7 @@ from autoshard.trace import outside_mesh
 
 
 @agreed
-def answered(fn: Callable, args: tuple, request: Request, progress: Progress | bool = silent) -> Plan:
+def answered(fn: Callable[..., Any], args: tuple[Any, ...], request: Request, progress: Progress | bool = silent) -> Plan:
     """The best strategy that a request's searcher finds; in several processes the one that process 0 finds."""
     with shown(progress) as callback, outside_mesh(keep_auto=True):
         once, started = fn if isinstance(fn, TracedOnce) else TracedOnce(fn), time.perf_counter()
@@ -49,15 +51,15 @@ def answered(fn: Callable, args: tuple, request: Request, progress: Progress | b
                 return _answered(once, args, replace(request.within(left, None), memory_limit_bytes=within), callback)[0]
 
             limits = limit_of(cluster_of(request.cluster), request.memory_limit_bytes), request.memory_limit_bytes
-            strategy = asked_once(strategy, one, args, *limits, left, callback, again)
+            strategy = asked_of_compiler(strategy, one, args, *limits, left, callback, again)
         return _with_notes(strategy, request)
 
 
 def _answered(once: TracedOnce, args: tuple, request: Request, progress: Progress) -> tuple[Plan, TracedOnce]:
     """The best strategy, and the variant of the program that it is for."""
 
-    def searched(one: TracedOnce, seconds: float | None, progress: Progress, least: float) -> Plan:
-        return _searched(one, args, request.within(seconds, None), progress, least)
+    def searched(one: TracedOnce, seconds: float | None, progress: Progress, incumbent: Incumbent) -> Plan:
+        return _searched(one, args, request.within(seconds, None), progress, incumbent)
 
     share = 1.0 if request.confirm is None else SEARCHING
     found = fastest_variant(once, args, request, searched, part(progress, 0.0, share))
@@ -78,11 +80,11 @@ def _with_notes(strategy: Plan, request: Request) -> Plan:
     return noted(strategy, *stays_whole(known.facts.graph, known.facts.rules, strategy.record.assignment, request.rewriting.padding))
 
 
-def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress, least: float = math.inf) -> Plan:
+def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress, incumbent: Incumbent | None = None) -> Plan:
     """The best strategy of a program as it is, of which no rewrites are tried.
 
     Args:
-        least: the objective of another variant, in seconds; outside pipelines what is no faster need not be found.
+        incumbent: what was found of other variants; outside pipelines what is no faster need not be found.
 
     Raises:
         NothingFasterError: nothing is.
@@ -91,7 +93,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
     devices = cluster_of(request.cluster)
     kept, notes = kept_corrections(devices)
     if how is None:
-        found = _finalists(fn, args, request, progress, 1, least, replace(kept, generalises=True)).strategies[0]
+        found = _finalists(fn, args, request, progress, 1, incumbent, replace(kept, generalises=True)).strategies[0]
         return noted(found, *notes, *as_compiled_before(found))
 
     def searched(within: float | None, corrections: Corrections, progress: Progress) -> Board | Plan:
@@ -147,7 +149,7 @@ def _finalists(
     request: Request,
     progress: Progress,
     wanted: int,
-    least: float = math.inf,
+    incumbent: Incumbent | None = None,
     corrections: Corrections = NO_CORRECTIONS,
 ) -> _Finalists:
     """The best strategies that a search of a request finds, of which nothing is confirmed; ``wanted`` at most.
@@ -158,7 +160,7 @@ def _finalists(
     if request.is_full and request.schedule in ONE_PROGRAM:
         return _any_stages(fn, args, request, progress, wanted, corrections)
     if not request.is_pipeline:
-        return _of_one_program(fn, args, request, progress, wanted, least, corrections)
+        return _of_one_program(fn, args, request, progress, wanted, incumbent, corrections)
 
     def whole(request: Request, progress: Progress) -> Sequence[Plan]:
         return _finalists(fn, args, request, progress, wanted, corrections=corrections).strategies
@@ -172,53 +174,53 @@ def _finalists(
 def _any_stages(fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, corrections: Corrections) -> _Finalists:
     """The best of the step without stages, and in a few numbers of stages of one program."""
     started, n = time.perf_counter(), cluster_of(request.cluster).n_devices
-    asked = [request.without_stages(), *(replace(request, plan="sharding", stages=k) for k in STAGES if n % k == 0)]
+    asked = [request.every_form, *(replace(request, plan="sharding", stages=k) for k in STAGES if n % k == 0)]
     found, failure = list[tuple[Plan, str]](), None
     for k, each in enumerate(asked):
         left = None if request.seconds is None else max(request.seconds - time.perf_counter() + started, LEAST_SECONDS) / (len(asked) - k)
         try:
             own, here = replace(each, seconds=left), part(progress, k / len(asked), 1 / len(asked))
-            one = _of_one_program(fn, args, own, here, wanted, math.inf, corrections)
+            one = _of_one_program(fn, args, own, here, wanted, None, corrections)
             found += zip(one.strategies, one.finders, strict=True)
         except REFUSED as error:
             failure = failure or error
     if not found:
         assert failure is not None
         raise failure
-    found.sort(key=lambda each: each[0].cost.makespan_seconds)
-    strategies, finders = zip(*found[:wanted], strict=True)
-    return _Finalists(strategies, finders, started, False)
+    error = cluster_of(request.cluster).device.pair_error
+    strategies, finders = zip(*simplest_first(found, error, lambda each: figures_of_plan(each[0])), strict=True)
+    return _Finalists(noted_if_equal(strategies, error)[:wanted], finders[:wanted], started, False)
 
 
 def _of_one_program(
-    fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, least: float, corrections: Corrections
+    fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, incumbent: Incumbent | None, corrections: Corrections
 ) -> _Finalists:
     """The same of a step that is one program on all devices, whether it has stages or not."""
     chosen, number, n_stages, seconds = request.limited, request.microbatches, request.stages_of_one_program, request.seconds
-    ask = partial(prepare, fn, args, request.cluster, chosen, request.mesh, request.asked, request.memory_limit_bytes)
-    ask = partial(ask, request.donate_argnums, corrections=corrections)
+    ask = partial(prepare, fn, args, replace(request, searcher=chosen), corrections=corrections)
     n_kept = MOST_OVERLAPPED if wanted == 1 and chosen.includes_baselines else wanted
 
-    def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, **divided: int) -> Attempts:
+    def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, rounds: int = 1) -> Attempts:
         same = request.remat, request.offload, request.mesh, request.start, request.memory_limit_bytes is None
-        return Attempts(partial(ask, **divided), chosen, number, *same, progress, request.ends, seconds, n_kept, whole)
+        how = progress, request.ends, seconds, n_kept, whole
+        return Attempts(partial(ask, rounds=rounds), chosen, number, *same, *how, is_full=request.is_thorough)
 
-    trail = ()
+    trail, known = (), math.inf
     if n_stages > 1:
         assert request.schedule is not None, "that of one program"
         devices = cluster_of(request.cluster)
         check_parts(devices, n_stages, number)
         traced, facts, _ = traced_of(fn, args, request.donate_argnums, request.axes, devices, batch=request.asked.batch)
-        tried = partial(attempts, whole=(traced, facts), stages=n_stages)
+        tried = partial(attempts, whole=(traced, facts))
         (prepared, solution, problem), started = fastest(tried, traced, n_stages, request.schedule, number, seconds, progress)
     else:
         one = attempts(number, seconds, progress)
-        one.least = least
+        one.incumbent = incumbent or one.incumbent
         (prepared, solution, problem), started = one.found(), one.started
-        trail = one.trail(prepared)
+        trail, known = one.trail(prepared), one.incumbent.makespan_seconds
     solving, searching = solution.stats.get("search_seconds", 0.0), time.perf_counter() - started
     stats = {**solution.stats, "solve_seconds": solving, "search_seconds": searching}
-    solutions = prepared.overlapped((solution, *solution.others), problem, wanted)
+    solutions = prepared.overlapped((solution, *solution.others), problem, wanted, known)
     strategies = [prepared.plan(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
     strategies = [each.with_record(replace(each.record, trail=trail)) for each in strategies]
     is_over = bool(solution.stats.get("ended_early")) and not _timed_out(request, searching)

@@ -14,21 +14,24 @@ from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
+from autoshard.concurrency import thread_seconds
 from autoshard.errors import InfeasibleError, OutOfTime
 from autoshard.explanation.searched import Searched
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
+from autoshard.ir.rewrites import Recompute
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import timed
-from autoshard.pipeline import Stage
 from autoshard.pipeline.plan_search import Planning
-from autoshard.pipeline.plans import FILL, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
+from autoshard.pipeline.plans import Estimate, Plans
+from autoshard.pipeline.stages import Stage
 from autoshard.plan.confirm import noted
-from autoshard.plan.full_plan import DEEP_GAIN, DEEP_OPS, DEEP_SECONDS, Searches, fullest
-from autoshard.plan.meshes import check_covers, given_mesh, meshes_of, most_axes
+from autoshard.plan.found_pipelines import USUAL
+from autoshard.plan.full_plan import CORE_SECONDS, DEEP_GAIN, DEEP_OPS, Searches, fullest
+from autoshard.plan.meshes import check_covers, meshes_of, most_axes
 from autoshard.plan.offloading import check_offload
-from autoshard.plan.pipelining import CHUNKS, USUAL, Pipeline, pipelined
+from autoshard.plan.pipelining import pipelined
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import (
     RESERVE,
@@ -41,13 +44,15 @@ from autoshard.plan.prepared import (
     searched_on_meshes,
     traced_of,
 )
-from autoshard.plan.recomputing import staged_remat
+from autoshard.plan.recomputing import recomputations, staged_remat
 from autoshard.plan.refusals import or_refused
 from autoshard.plan.request import Request
+from autoshard.plan.stage_planner import Pipeline
 from autoshard.plan.user_pins import UserPins, stage_pins, user_pins
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
-from autoshard.recompute import Options, optimizer_state, rematerialised, without_checkpoints
+from autoshard.recompute import Options, optimizer_state
+from autoshard.rewrite import applied, rewritten
 from autoshard.rules import rules_of
 from autoshard.run.recorded import abstract_call
 from autoshard.search import Solution
@@ -70,8 +75,8 @@ class Call:
         earlier: the pins of an earlier search, whose arguments' shardings are kept; None: those that arguments have.
     """
 
-    fn: Callable
-    args: tuple
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
     request: Request
     progress: Progress
     recomputed: Remat | None = None
@@ -103,12 +108,6 @@ class Call:
         number = self.request.microbatches
         return number if isinstance(number, int) else None
 
-    @property
-    def given(self) -> Mesh | None:
-        """The mesh that is given, of all devices or of each stage."""
-        mesh = self.request.mesh
-        return None if mesh is None or isinstance(mesh, int) else given_mesh(mesh)
-
     def traced(self) -> tuple[Traced, ProgramFacts, dict[str, float]]:
         """The step as it is traced, its facts and what that took."""
         asked = self.request
@@ -118,12 +117,12 @@ class Call:
         """The pins of the whole step, with the batch found where axes for it are given; all stages have one mesh, of a ``part``."""
         asked = self.request.asked
         annotations = own_annotations(self.fn, self.args, traced) if asked.arguments else [()] * len(traced.graph.arguments)
-        pins = user_pins(asked, traced.graph, annotations, self.given is None)
+        pins = user_pins(asked, traced.graph, annotations, self.request.given_mesh is None)
         if self.earlier is not None:
             pins = replace(pins, kept={at: each for at, each in self.earlier.kept.items() if at not in pins.given}, notes=())
         if not asked.batch_axes:
             return pins
-        meshes, _ = meshes_of(part, pins, self.given, 2, is_part=True)
+        meshes, _ = meshes_of(part, pins, self.request.given_mesh, 2, is_part=True)
         limit = limit_of(part, self.request.memory_limit_bytes)
         return batch_found(Prepared(traced, facts, part, meshes, 0, pins, limit, {})).pins
 
@@ -141,7 +140,7 @@ class _StageSearches:
     """The searches of the stages of one pipeline.
 
     Attributes:
-        part: the devices of a stage.
+        parts: the devices of each stage.
         pins: of the whole step.
         given: the mesh that each stage has, where it is given.
         last: the searcher's last resort, which all stages share.
@@ -153,11 +152,12 @@ class _StageSearches:
         self.call, self.n_stages, self.request = call, n_stages, call.request
         self.traced, self.facts, self.spent = known
         self.searcher = self.request.limited
-        self.part = call.cluster.part(n_stages)
-        if call.given is not None:
-            check_covers(call.cluster, call.given, n_stages)
-        self.given = call.given if call.given is not None and call.given.size == self.part.n_devices else None
-        self.pins = call.pins(self.traced, self.facts, self.part)
+        self.parts = call.cluster.stage_parts(n_stages)
+        given = call.request.given_mesh
+        if given is not None:
+            check_covers(call.cluster, given, n_stages)
+        self.given = given if given is not None and given.size == self.parts[0].n_devices else None
+        self.pins = call.pins(self.traced, self.facts, self.parts[0])
         self.most = most_axes(self.request.mesh, self.searcher)
         self.last = LastResort(self.searcher.last_resort)
         self.known: dict[tuple, Solution] = {}
@@ -192,10 +192,11 @@ class _StageSearches:
         """The best within a limit, with some argument leaves in the memory of hosts."""
         asked = self.request
         schedule, ends = asked.schedule or USUAL, asked.ends
-        pipeline = Pipeline(self.n_stages, schedule, self.call.number, self.given, limit, ends, asked.start, hosted)
+        pipeline = Pipeline(self.n_stages, schedule, self.call.number, self.given, limit, ends, asked.start, hosted, asked.chunks)
 
         def attempt(again: Remat | None) -> list[Plan]:
-            program = rematerialised(self.traced, None if again is None else replace(again, mode=asked.remat or ""))
+            own = Recompute.of(again and replace(again, mode=asked.remat or ""))
+            program = rewritten(self.traced, (*self.traced.rewrites, *own))
             return pipelined(program, self.call.cluster, pipeline, self._searched, self.searcher, self.spent, self.call.progress)
 
         hosts = asked.offload == "activations" or (asked.offload == "auto" and bool(hosted))
@@ -203,26 +204,23 @@ class _StageSearches:
 
     def _options(self, hosts: bool) -> Sequence[Remat]:
         """The recomputations that there are, of the option's kind."""
-        device = self.call.cluster.device
-        if self.request.remat != "replace":
-            return Options(self.traced, self.facts, device, hosts).all
-        opened = without_checkpoints(self.traced)
-        facts = _facts_of(opened, self.call.cluster)
-        return () if opened is self.traced else Options(opened, facts, device, hosts).replaced
+        return recomputations(self.traced, self.facts, self.call.cluster, self.request.remat, hosts)
 
     def _searched(
         self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
     ) -> tuple[Plan, Problem]:
         """As `StageSearch`."""
         pins = self._stage_pins(stage, mesh, fixed)
-        wanted = mesh if mesh is not None else self.call.given
-        meshes, _ = meshes_of(self.part, self.pins, wanted, self.most, is_part=True)
+        wanted = mesh if mesh is not None else self.call.request.given_mesh
+        devices = self.parts[stage.number % self.n_stages]
+        meshes, _ = meshes_of(devices, self.pins, wanted, self.most, is_part=True)
         program = stage.traced
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
-        prepared = Prepared(program, _facts_of(program, self.call.cluster), self.part, meshes, 0, pins, limit, counts)
+        prepared = Prepared(program, _facts_of(program, devices), devices, meshes, 0, pins, limit, counts)
         graph = program.graph
         own = tuple(pins.kept.items()), tuple(pins.batch.items()), None if self.request.start is None else graph.argument_paths
-        key = graph.fingerprint, graph.donated, tuple(pins.given.items()), *own, pins.stacked, mesh, tuple(fixed.items()), limit
+        asked = pins.stacked, mesh, tuple(fixed.items()), limit, devices.name
+        key = graph.fingerprint, graph.donated, tuple(pins.given.items()), *own, *asked
         if key in self.known:
             solution = self.known[key]
             problem = prepared.problem(solution.assignment.mesh, limit, ())
@@ -260,8 +258,9 @@ class _StageSearches:
     def _start_of(self, stage: Stage) -> Plan | None:
         """The earlier strategy of a stage: that of the same stage, or of the whole step, whose arguments have the same paths."""
         start = self.request.start
-        same = start is not None and len(start.stages) == self.n_stages * (CHUNKS if self.request.schedule == "interleaved" else 1)
-        return start.stages[stage.number] if start is not None and same else start
+        same = None if start is None or stage.number >= len(start.stages) else start.stages[stage.number]
+        alike = same is not None and tuple(each.path for each in same.record.arguments) == stage.traced.graph.argument_paths
+        return same if alike else start
 
     def _finished(self, strategy: Plan) -> Plan:
         """The strategy with what questions about it need."""
@@ -285,18 +284,17 @@ def _of_step(whole: UserPins, own: UserPins) -> UserPins:
     return replace(own, kept=kept, batch=batch)
 
 
-def problems_on(whole: UserPins, given: Mesh | None, program: Traced, devices: Cluster, mesh: Mesh | None = None) -> list[Problem]:
+def problems_on(whole: UserPins, given: Mesh | None, program: Traced, devices: Cluster) -> list[Problem]:
     """The search problems of a program on some devices, without a memory limit: one a placement of a mesh, or of all meshes of two axes.
 
     Args:
         whole: the pins of the step that it is a part of.
-        given: the mesh that the user gives.
+        given: the mesh of each part that the user gives.
     """
-    wanted = given if mesh is None else mesh
-    pins = _of_step(whole, user_pins(whole.asked.among(program.graph.argument_paths), program.graph, [], wanted is None))
+    pins = _of_step(whole, user_pins(whole.asked.among(program.graph.argument_paths), program.graph, [], given is None))
     facts = _facts_of(program, devices)
     found: list[Problem] = []
-    for each in meshes_of(devices, pins, wanted, 2, is_part=True)[0]:
+    for each in meshes_of(devices, pins, given, 2, is_part=True)[0]:
         alike = (other for other in found if other.mesh.sizes == each.sizes)  # shares most with this one
         found.append(Problem(facts, CostModel(devices, each), pins.on(each), None, next(chain(alike, found), None)))
     return found
@@ -314,6 +312,14 @@ def _saving(program: Traced, facts: ProgramFacts, cluster: Cluster) -> list[Rema
     return [saving[round(share * (len(saving) - 1))] for share in RECOMPUTED] if saving else []
 
 
+def _of_first(whole: Remat | None, share: float, options: Callable[[], Sequence[Remat]]) -> Remat | None:
+    """Of the recomputations that there are, the one nearest to that of a share of the layers, the first ones: their stages hold most."""
+    if whole is None or share >= 1:
+        return whole
+    wanted = whole.plain_bytes - share * (whole.plain_bytes - whole.kept_bytes)
+    return min((*options(), whole), key=lambda each: abs(each.kept_bytes - wanted))
+
+
 def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> list[Plan]:
     """The best strategies with stages or without, fastest first.
 
@@ -323,15 +329,13 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
     cluster, request = call.cluster, call.request
     traced, facts, spent = call.traced()
     is_deep, remat = len(traced.graph.walk()) > DEEP_OPS, request.remat
-    given = call.given
+    given = call.request.given_mesh
     if given is not None and given.size < cluster.n_devices:  # it is that of each stage, of as many as there are such parts
         return in_stages(call, cluster.n_devices // given.size, (traced, facts, spent))
     pins = call.pins(traced, facts, cluster)
 
     def alone(left: float | None) -> Sequence[Plan]:
-        number = "auto" if request.microbatches == "fit" else request.microbatches
-        own = replace(request.without_stages(), seconds=left, microbatches=number, remat="auto" if remat == "fit" else remat)
-        return whole(own, part(call.progress, 0.0, 0.3))
+        return whole(replace(request.every_form, seconds=left), part(call.progress, 0.0, 0.3))
 
     @cache
     def again() -> list[Remat | None]:
@@ -342,13 +346,18 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
     def recomputing(number: int, program: Traced) -> Traced | None:
         own = again() if program is traced else _saving(program, _facts_of(program, cluster), cluster)
         chosen = own[number] if own else None
-        return None if chosen is None else rematerialised(program, chosen)
+        return None if chosen is None else applied(Recompute(chosen), program)
+
+    @cache
+    def options() -> Sequence[Remat]:
+        return Options(traced, facts, cluster.device).all
 
     @cache
     def planning() -> Planning | None:
-        schedules = tuple(FILL) if request.schedule is None else (request.schedule,)
+        schedules = (request.schedule or USUAL,)
         others = [] if remat in (None, "full") else [partial(recomputing, number) for number in range(len(RECOMPUTED))]
-        program = rematerialised(traced, Options(traced, facts, cluster.device).full) if remat == "full" else traced
+        most = Recompute.of(Options(traced, facts, cluster.device).full) if remat == "full" else ()
+        program = rewritten(traced, (*traced.rewrites, *most))
         wanted = Wanted(
             call.limit, schedules, None, call.number, others, ends=request.ends, least_gain=DEEP_GAIN if is_deep else BUDGETS.least_gain
         )
@@ -360,13 +369,13 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
 
     def staged(n_stages: int, like: Estimate | None, left: float | None) -> Sequence[Plan]:
         progress = part(call.progress, 0.6, 0.4)
-        if left is None and is_deep:  # ends after some seconds of one core
-            left, progress = math.inf, timed(progress, DEEP_SECONDS, time.thread_time)
+        if left is None:
+            left, progress = math.inf, timed(progress, CORE_SECONDS, thread_seconds)
         own, again_of_it = replace(request, seconds=left, stages=n_stages, plan="sharding"), None
         if like is not None:
             own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.shape))
-            again_of_it = None if like.again is None else again()[like.again]
+            again_of_it = None if like.again is None else _of_first(again()[like.again], like.again_share, options)
         return in_stages(replace(call, request=own, progress=progress, recomputed=again_of_it), n_stages, (traced, facts, spent))
 
-    searches = Searches(alone, plans, staged, is_deep)
+    searches = Searches(alone, plans, staged)
     return fullest(searches, cluster, request.seconds, call.progress, request.ends)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from autoshard.errors import InfeasibleError, SearchLimitError, ShardingError, StrategyError
-from autoshard.ir import Mesh, Spec, local_shape, spec_to_layout
+from autoshard.ir import Mesh, Spec, entry_axes, local_shape, spec_to_layout
 from autoshard.mesh_search.finalists import finalists
 from autoshard.plan.plan import Plan
 from autoshard.problem import Problem
@@ -126,7 +126,7 @@ def carried_specs(record: Record, problem: Problem) -> dict[str, Spec]:
 def _kept(entry: None | str | Sequence[str], size: int, names: dict[str, str], sizes: dict[str, int]) -> None | str | tuple[str, ...]:
     """The axes of a dimension that are there and divide it."""
     kept: list[str] = []
-    for name in (entry,) if isinstance(entry, str) else entry or ():
+    for name in entry_axes(entry):
         axis = names.get(name)
         if axis is not None and size % sizes[axis] == 0:
             kept.append(axis)

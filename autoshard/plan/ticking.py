@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoshard.cluster import Cluster
-from autoshard.errors import ClusterError, ShardingError
-from autoshard.pipeline.schedule import ONE_PROGRAM
+from autoshard.errors import ClusterError, PipelineError, ShardingError
+from autoshard.pipeline.schedule import ONE_PROGRAM, WEIGHTS_APART
 from autoshard.plan.attempts import Attempts, Found
 from autoshard.plan.microbatching import Microbatches, found_with_each
 from autoshard.plan.pipelining import numbers_of_microbatches
@@ -64,8 +64,9 @@ def fastest(
         return seconds is None and bool(found[1].stats.get("ended_early"))  # by Ctrl-C
 
     numbers = numbers_of_microbatches(traced, stages, microbatches if isinstance(microbatches, int) else None)
-    cases = [(n, rounds) for n in numbers for rounds in ONE_PROGRAM[schedule]]
-    found = found_with_each(cases, searched, progress, is_last=is_last)
+    cases = [(n, rounds) for rounds in ONE_PROGRAM[schedule] for n in numbers]
+    ends = (PipelineError,) if schedule == WEIGHTS_APART else ()  # more rounds that the layers do not divide by are left out
+    found = found_with_each(cases, searched, progress, ends, is_last)
     assert started is not None, "there is a number"
     prepared, solution, problem = min(found, key=lambda each: each[1].judgement.cost.makespan_seconds)
     notes = (*solution.notes, *_rounds_compared(found))

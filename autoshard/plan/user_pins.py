@@ -111,7 +111,7 @@ class Place:
     what: str
 
 
-def constraints(graph: Graph) -> Iterator[tuple[Place, tuple, dict[str, int] | None]]:
+def constraints(graph: Graph) -> Iterator[tuple[Place, tuple[Any, ...], dict[str, int] | None]]:
     """The user's constraints inside the function, their specs, and the shapes of their meshes, as `constraint_spec` has them."""
     for op in graph.walk():
         if op.primitive == "sharding_constraint" and not op.mapped:

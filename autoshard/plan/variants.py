@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 from autoshard.errors import AutoshardError
+from autoshard.ir.rewrites import Rewrite
 from autoshard.plan.agreement import everyones
+from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import cluster_of, whole_of
-from autoshard.plan.request import Request
+from autoshard.plan.request import LEAST_SECONDS, Request
 from autoshard.progress import Progress, part
-from autoshard.rewrite import PROPOSALS, Rewrite
+from autoshard.rewrite import PROPOSALS
 from autoshard.run.tracing import TracedOnce
 
-LEAST_SECONDS = 1e-6  # of a search that comes when the time is over, for its first answer
-
-
-Search = Callable[[TracedOnce, float | None, Progress, float], Plan]
-"""From a function, seconds to search it in, a progress callback, and the objective of a strategy that is known, to one that is faster."""
+Search = Callable[[TracedOnce, float | None, Progress, Incumbent], Plan]
+"""From a function, seconds to search it in, a progress callback, and what is known of other variants, to a strategy that is faster."""
 
 
 def fastest(
-    once: TracedOnce, args: tuple, request: Request, search: Search, progress: Progress
+    once: TracedOnce, args: tuple[Any, ...], request: Request, search: Search, progress: Progress
 ) -> tuple[Plan, TracedOnce] | TracedOnce:
     """The fastest variant's strategy and function; the function alone, not searched, where there is nothing to rewrite.
 
@@ -35,6 +34,7 @@ def fastest(
     until, seconds = None, request.searching_seconds
     chosen: tuple[Rewrite, ...] = once.rewrites
     found: dict[tuple[Rewrite, ...], Plan | AutoshardError] = {}
+    incumbent = Incumbent()
 
     def proposals(kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
         traced = whole_of(once.rewritten(before), args, request.donate_argnums, request.axes, request.asked.batch)
@@ -43,8 +43,7 @@ def fastest(
     def tried(rewrites: tuple[Rewrite, ...], share: float, start: float) -> None:
         left = None if until is None else max(LEAST_SECONDS, until - time.perf_counter()) * share
         try:
-            least = min((each.cost.objective_seconds for each in found.values() if isinstance(each, Plan)), default=math.inf)
-            found[rewrites] = search(once.rewritten(rewrites), left, part(progress, start, (1 - start) * share), least)
+            found[rewrites] = search(once.rewritten(rewrites), left, part(progress, start, (1 - start) * share), incumbent)
         except AutoshardError as error:
             found[rewrites] = error
 

@@ -238,6 +238,8 @@ def _reached(cluster: Cluster) -> Cluster:
         memory_efficiency=1.0,
         low_share=0.0,  # what is published is of predictions by the catalogue
         high_share=0.0,
+        late_share=0.0,
+        pair_error=0.0,
     )
     return replace(cluster, device=reached)
 

@@ -6,18 +6,21 @@ whole program take a few dictionary look-ups a variable.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
 
+from autoshard.budgets import BUDGETS
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.cost.reshard import Step
+from autoshard.cost.collectives import SHIFT, Groups
 from autoshard.errors import ShardingError
 from autoshard.inference.model import PairwiseModel
-from autoshard.ir import NOWHERE, Choice, Layout, Op, Rule, Value, layout_of, shards
-from autoshard.judge.model import CostModel
+from autoshard.ir import NOWHERE, Choice, Layout, Op, Rule, Value, layout_of
+from autoshard.judge.model import CostModel, Sent
+from autoshard.primitives import is_collective
 from autoshard.problem.domains import Domain, Domains, Label
 from autoshard.problem.variables import Coupling, Decisions, Edge, Variable
 
@@ -56,12 +59,18 @@ class CostedDomain:
         positions: the position of each label.
         unary: seconds ``(n,)``.
         slots: per slot the layout numbers ``(n,)``.
+        array: as of a `Domain`.
+        whole: the domain with all mesh axes free that this one's labels were taken from; None: there was none.
+        rows: the positions of the labels in that; None likewise.
     """
 
     labels: tuple[Label, ...]
     positions: Mapping[Label, int]
     unary: np.ndarray
     slots: tuple[np.ndarray, ...]
+    array: np.ndarray
+    whole: CostedDomain | None = None
+    rows: np.ndarray | None = None
 
     def position(self, label: Label) -> int:
         """The position of a label; of the cheapest one where the domain lacks it."""
@@ -69,8 +78,8 @@ class CostedDomain:
         return int(self.unary.argmin()) if position is None else position
 
 
-_OpCosts = tuple[np.ndarray, tuple[tuple[Step, ...], ...], np.ndarray]
-"""Seconds of compute by label ``(n,)``; the distinct lists of an op's own collectives; and by label ``(n,)`` the number of its list."""
+_OpCosts = tuple[np.ndarray, list[Sent]]
+"""Seconds of compute by label ``(n,)``, and an op's own collectives."""
 
 
 class CostTables:
@@ -97,13 +106,11 @@ class CostTables:
         there = like if like is not None and like.model.cluster == model.cluster else None
         near = there if there is not None and there.domains is domains else None
         same = near if near is not None and near.model is model else None
-        # By op and into how many parts it splits which factors, on meshes of any sizes.
-        self._computed: dict[tuple[int, tuple[tuple[int, int], ...]], float] = {} if there is None else there._computed
-        # By op and the factors that it splits; by signature and position, then by layout number; by op and domain.
-        self._op_seconds: dict[tuple[int, tuple[int, ...]], float] = {} if near is None else near._op_seconds
+        # By equal ops and into how many parts they split each factor, on meshes of any sizes.
+        self._computed: dict[tuple[int, tuple[int, ...]], float] = {} if there is None else there._computed
+        # By signature and position, then by layout number; by op and domain.
         self._follower_seconds: dict[tuple[int, int], dict[int, float]] = {} if near is None else near._follower_seconds
         self._op_costs: dict[tuple[int, Domain], _OpCosts] = {} if near is None else near._op_costs
-        self._steps_seconds: dict[tuple[Step, ...], float] = {} if same is None else same._steps_seconds
         # By kind, label and free axes; by kind and label; by kind, label and slot; by number and domains.
         self._domains: dict[tuple[int, Label, tuple[int, ...]], CostedDomain] = {} if same is None else same._domains
         self._followers: dict[tuple[int, Label], tuple[Choice, ...]] = {} if same is None else same._followers
@@ -124,8 +131,29 @@ class CostTables:
         key = self.decisions.kinds[variable], label, free
         if (domain := self._domains.get(key)) is None:
             one = self.decisions.variables[variable]
-            domain = self._domains[key] = self._costed(one, self.domains.domain(one, key[0], label, free))
+            domain = self._taken(variable, label, free) or self._costed(one, self.domains.domain(one, key[0], label, free))
+            self._domains[key] = domain
         return domain
+
+    def _taken(self, variable: int, label: Label, free: tuple[int, ...]) -> CostedDomain | None:
+        """The same, taken from the domain with all axes free; None where that lacks the label, or is neither known nor small."""
+        n_axes, kind = len(self.model.mesh.axes), self.decisions.kinds[variable]
+        if len(free) == n_axes:
+            return None
+        if not self.domains.knows(kind, self.replicated(variable), tuple(range(n_axes))):
+            most = self.domains.most_labels(self.decisions.variables[variable], n_axes)
+            if not free or most > BUDGETS.whole_labels:
+                return None
+        whole = self.whole_domain(variable)
+        if label not in whole.positions:
+            return None
+        fixed = [axis for axis in range(n_axes) if axis not in free]
+        alike = whole.array[:, fixed] == np.array(label, np.int64)[fixed]
+        rows = np.flatnonzero(alike.reshape(len(alike), -1).all(axis=1)) if free else np.array([whole.positions[label]])
+        labels = tuple(whole.labels[row] for row in rows.tolist())
+        positions = {one: position for position, one in enumerate(labels)}
+        slots = tuple(numbers[rows] for numbers in whole.slots)
+        return CostedDomain(labels, positions, self._first_equal(whole.unary[rows]), slots, whole.array[rows], whole, rows)
 
     def domains_of(self, labels: Sequence[Label], free: tuple[int, ...]) -> list[CostedDomain]:
         """The domains of all variables around given labels."""
@@ -177,43 +205,59 @@ class CostTables:
             unary = unary + self._follower_cost(signature, position, domain.slots[slot])
         for slot, shape, itemsize, portable, trips in variable.whole_reads:
             unary = unary + trips * self.model.reshard_seconds(shape, itemsize, portable, domain.slots[slot], np.zeros(1, dtype=np.int64))
-        return CostedDomain(domain.labels, domain.positions, self._first_equal(unary), domain.slots)
+        return CostedDomain(domain.labels, domain.positions, self._first_equal(unary), domain.slots, domain.array)
 
     def _leader_cost(self, variable: Variable, domain: Domain) -> np.ndarray:
         """The seconds ``(n,)`` of a variable's leader, or the tie-break of its layout."""
         if variable.leader < 0:
             _, shape, itemsize, stored = variable.label_type
-            nbytes = np.array([Value(shape, "", itemsize).nbytes / shards(label, self.model.mesh.sizes) for label in domain.labels])
-            return TIE_SECONDS_PER_BYTE * nbytes if stored else np.zeros(len(domain.labels))
+            parts = np.where(domain.array >= 0, np.array(self.model.mesh.sizes, np.int64), 1).prod(axis=1)
+            return TIE_SECONDS_PER_BYTE * (Value(shape, "", itemsize).nbytes / parts) if stored else np.zeros(len(domain.labels))
         signature = self.decisions.signatures[variable.label_type[1]]
         op = self.facts.graph.walk()[signature.op]
         if (costs := self._op_costs.get((op.index, domain))) is None:
-            costs = self._op_costs[op.index, domain] = self._compute_and_collectives(op, signature.rule, domain.labels)
-        computed, steps, which = costs
-        return signature.trips * (computed + np.array([self._own_seconds(some) for some in steps])[which])
+            costs = self._op_costs[op.index, domain] = self._compute_and_collectives(op, signature.rule, domain)
+        computed, sent = costs
+        communicated, rings, last = np.zeros(len(computed)), np.zeros(len(computed)), np.zeros(len(computed))
+        for kind, axes, groups, trips, itemsize, positions, nbytes in sent:
+            seconds = self.model.communication.seconds(kind, nbytes, axes, groups, itemsize) / trips
+            if kind != SHIFT:
+                communicated[positions] += seconds
+                continue
+            n = math.prod(self.model.mesh.sizes[axis] for axis in axes)
+            rings[positions] += (n - 1) * seconds
+            last[positions] = computed[positions] / n
+        if "collective_permute" in self.facts.compiler.asynchronous:
+            computed = np.maximum(computed, rings + last)  # each block but the last is computed while the next one comes
+        else:
+            communicated += rings
+        return signature.trips * (computed + communicated)
 
-    def _compute_and_collectives(self, op: Op, rule: Rule, labels: Sequence[Label]) -> _OpCosts:
+    def _compute_and_collectives(self, op: Op, rule: Rule, domain: Domain) -> _OpCosts:
         """The seconds that an op computes, and its own collectives; neither depends on the placement of mesh axes."""
-        known, model = self._op_seconds, self.model
-        communicating = {number for number, factor in enumerate(rule.factors) if factor.kind == "reduction" or factor.sends}
-        seconds, which = [], []
-        distinct: dict[tuple[Step, ...], int] = {}
-        for label in labels:
-            factors = tuple(factor for factor, _ in label)  # compute does not depend on the dimension that sums are scattered to
-            if (computed := known.get((op.index, factors))) is None:
-                computed = known[op.index, factors] = self._seconds(op, label)
-            seconds.append(computed)
-            steps = () if communicating.isdisjoint(factors) else model.own_steps(self.facts, op, label)
-            which.append(distinct.setdefault(steps, len(distinct)))
-        return np.array(seconds), tuple(distinct), np.array(which, dtype=np.int64)
+        splits = domain.array[:, :, :1] == np.arange(len(rule.factors))
+        parts = np.where(splits, np.array(self.model.mesh.sizes, np.int64)[:, None], 1).prod(axis=1)
+        seconds = [self._seconds(op, tuple(row), label) for row, label in zip(parts.tolist(), domain.labels, strict=True)]
+        return np.array(seconds), self._sent(op, rule, domain, splits)
 
-    def _seconds(self, op: Op, choice: Choice) -> float:
-        """The seconds that an op computes, which depend on the number of parts of each factor alone."""
-        parts: dict[int, int] = {}
-        for (factor, _), size in zip(choice, self.model.mesh.sizes, strict=True):
-            if factor >= 0:
-                parts[factor] = parts.get(factor, 1) * size
-        key = op.index, tuple(sorted(parts.items()))
+    def _sent(self, op: Op, rule: Rule, domain: Domain, splits: np.ndarray) -> list[Sent]:
+        """The op's own collectives: of partial results for all labels at once, of exchanges between shards one label after the other."""
+        reduced = [number for number, factor in enumerate(rule.factors) if factor.kind == "reduction"]
+        sending = [number for number, factor in enumerate(rule.factors) if factor.sends]
+        kept = {number for result in rule.results for dim in result for number in dim}
+        if not sending and not is_collective(op.primitive) and kept.isdisjoint(reduced):
+            return self.model.combined(self.facts, op, domain.array) if reduced else []
+        found: dict[tuple[str, tuple[int, ...], Groups | None, int, float], list[tuple[int, float]]] = {}
+        for number in np.flatnonzero(splits[:, :, [*reduced, *sending]].any(axis=(1, 2))).tolist():
+            for step in self.model.own_steps(self.facts, op, domain.labels[number]):
+                if step.kind != "slice":
+                    at = SHIFT if step.hops else step.kind, step.axes, step.groups, step.trips, step.itemsize
+                    found.setdefault(at, []).append((number, step.compiled_nbytes or step.nbytes))
+        return [sent for at, each in found.items() for sent in _once_a_label(at, each)]
+
+    def _seconds(self, op: Op, parts: tuple[int, ...], choice: Choice) -> float:
+        """The seconds that an op computes under a choice, which depend on the number of parts of each factor alone."""
+        key = self.facts.alike[op.index], parts
         if (seconds := self._computed.get(key)) is None:
             seconds = self._computed[key] = self.model.op_seconds(self.facts, op, choice)
         return seconds
@@ -235,12 +279,6 @@ class CostTables:
         formed = self.facts.compiler.scatters(self.facts.graph.values[op.results[0]], step, self.model.mesh.sizes)
         return 0.0 if formed else step.nbytes
 
-    def _own_seconds(self, steps: tuple[Step, ...]) -> float:
-        """The seconds of an op's own collectives."""
-        if (seconds := self._steps_seconds.get(steps)) is None:
-            seconds = self._steps_seconds[steps] = sum(map(self.model.own_seconds, steps), 0.0)
-        return seconds
-
     def _follower_cost(self, signature: int, position: int, numbers: np.ndarray) -> np.ndarray:
         """The seconds ``(n,)`` of a follower by the layout numbers ``(n,)`` of the operand that decides its choice."""
         known, wanted = self._follower_seconds.setdefault((signature, position), {}), numbers.tolist()
@@ -249,7 +287,11 @@ class CostTables:
             rule, op = entry.rule, self.facts.graph.walk()[entry.op]
             for number in new:
                 choice = _followed(rule, position, layout_of(number, len(rule.operands[position]), len(self.model.mesh.axes)))
-                known[number] = entry.trips * self._seconds(op, choice)
+                parts = [1] * len(rule.factors)
+                for (factor, _), size in zip(choice, self.model.mesh.sizes, strict=True):
+                    if factor >= 0:
+                        parts[factor] *= size
+                known[number] = entry.trips * self._seconds(op, tuple(parts), choice)
         return np.array([known[number] for number in wanted])
 
     def _describe(self, variable: Variable) -> str:
@@ -268,13 +310,22 @@ class CostTables:
         i, j, number, edges = coupling
         key = number, domains[i], domains[j]
         if (table := self._coupling_tables.get(key)) is None:
-            tables = [self._edge_table(edge, domains) for edge in edges]
-            if i == j:
-                table = reduce(np.add, tables, domains[i].unary)
-            else:
-                table = reduce(np.add, [one if edge.source == i else one.T for edge, one in zip(edges, tables, strict=True)])
+            if (table := self._taken_table(number, domains[i], domains[j], i == j)) is None:
+                tables = [self._edge_table(edge, domains) for edge in edges]
+                if i == j:
+                    table = reduce(np.add, tables, domains[i].unary)
+                else:
+                    table = reduce(np.add, [one if edge.source == i else one.T for edge, one in zip(edges, tables, strict=True)])
             self._coupling_tables[key] = table = self._first_equal(table)
         return table
+
+    def _taken_table(self, number: int, one: CostedDomain, other: CostedDomain, is_within: bool) -> np.ndarray | None:
+        """The entries of the table with all axes free; None where that is not known, or is not of these domains' labels."""
+        if one.whole is None or other.whole is None or one.rows is None or other.rows is None:
+            return None
+        if (whole := self._coupling_tables.get((number, one.whole, other.whole))) is None:
+            return None
+        return whole[one.rows] if is_within else whole[one.rows[:, None], other.rows]
 
     def _first_equal(self, table: np.ndarray) -> np.ndarray:
         """The first of equal tables, so that results computed from a table and kept by its identity serve all equal ones."""
@@ -295,6 +346,15 @@ class CostTables:
             again = np.array([op.trips * self.model.recombining_seconds(self.facts, op, label) for label in labels])
             table += again[:, None] * np.any([source[:, None] != target for target in distinct], axis=0)
         return table
+
+
+def _once_a_label(at: tuple[str, tuple[int, ...], Groups | None, int, float], sent: list[tuple[int, float]]) -> Iterator[Sent]:
+    """Collectives of one kind, of labels each of which has several perhaps, divided so that none has two."""
+    while sent:
+        first = dict(reversed(sent))
+        yield *at, np.array([*first], np.int64), np.array([*first.values()])
+        seen: set[int] = set()
+        sent = [each for each in sent if each[0] in seen or seen.add(each[0])]
 
 
 def _followed(rule: Rule, position: int, layout: Layout) -> Choice:

@@ -7,14 +7,14 @@ the same numbers of shards divide.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import compress, product
 from typing import Any
 
 import numpy as np
 
-from autoshard.ir import NOWHERE, Dims, Rule, divides, given_choice, layout_dims, layout_numbers, legal_choices
+from autoshard.ir import NOWHERE, Dims, Rule, are_legal, given_choice, layout_dims, layout_numbers
 from autoshard.problem.variables import Signature, Variable
 
 Label = tuple[Any, ...]
@@ -29,11 +29,13 @@ class Domain:
         labels: ``n`` legal labels; pins may leave none.
         positions: the position of each label.
         slots: per slot the layout numbers ``(n,)``.
+        array: the labels, ``(n, n_axes, 2)`` choices or ``(n, n_axes)`` layouts.
     """
 
     labels: tuple[Label, ...]
     positions: Mapping[Label, int]
     slots: tuple[np.ndarray, ...]
+    array: np.ndarray
 
 
 class Domains:
@@ -74,6 +76,10 @@ class Domains:
             self._domains[key] = domain
         return domain
 
+    def knows(self, kind: int, label: Label, free: tuple[int, ...]) -> bool:
+        """Whether a domain was asked for before."""
+        return (kind, label, free) in self._domains
+
     def most_labels(self, variable: Variable, n_free: int) -> int:
         """The number of labels of a variable with so many axes free, legal or not."""
         return (len(_atoms(self._rule(variable)[1])) if variable.leader >= 0 else len(variable.label_type[1]) + 1) ** n_free
@@ -101,8 +107,11 @@ class Domains:
             labels, array = self._legal(*self._rule(variable), label, free)
         else:
             shape = self._shape(variable)
-            labels = [option for option in _vary(label, free, range(-1, len(shape))) if divides(option, shape, self.sizes)]
-            array = np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes))
+            labels, array = _vary(label, free, range(-1, len(shape)))
+            divides = np.ones(len(labels), bool)
+            for dim, size in enumerate(shape):
+                divides &= size % np.where(array == dim, np.array(self.sizes, np.int64), 1).prod(axis=1) == 0
+            labels, array = [*compress(labels, divides)], array[divides]
         slots: list[np.ndarray] = []
         for derivation in variable.slots:
             slots.append(self._slot(variable, derivation, label, free, array, slots))
@@ -115,8 +124,8 @@ class Domains:
                 keep &= np.isin(dims[:, axis], list(pin[axis]))
         if not keep.all():
             labels = [label for label, kept in zip(labels, keep, strict=True) if kept]
-            slots = [numbers[keep] for numbers in slots]
-        return Domain(tuple(labels), {label: i for i, label in enumerate(labels)}, tuple(slots))
+            slots, array = [numbers[keep] for numbers in slots], array[keep]
+        return Domain(tuple(labels), {label: i for i, label in enumerate(labels)}, tuple(slots), array)
 
     def _legal(self, number: int, rule: Rule, label: Label, free: tuple[int, ...]) -> tuple[list[Label], np.ndarray]:
         """The legal choices of a rule, which has a number, that differ from a label on the free axes only, also as ``(n, n_axes, 2)``."""
@@ -125,9 +134,11 @@ class Domains:
             if rule.given:
                 given = given_choice(rule, self.sizes)
                 labels = [tuple(given[axis] if axis in free else atom for axis, atom in enumerate(label))]
+                self._choices[key] = labels, np.array(labels, np.int64).reshape(1, len(self.sizes), 2)
             else:
-                labels = legal_choices(rule, _vary(label, free, _atoms(rule)), self.sizes)
-            self._choices[key] = labels, np.array(labels, dtype=np.int64).reshape(len(labels), len(self.sizes), 2)
+                labels, array = _vary(label, free, _atoms(rule))
+                kept = are_legal(rule, array, self.sizes)
+                self._choices[key] = [*compress(labels, kept)], array[kept]
         return self._choices[key]
 
     def _slot(
@@ -167,10 +178,13 @@ def _atoms(rule: Rule) -> list[tuple[int, int]]:
     return atoms
 
 
-def _vary(label: Label, free: tuple[int, ...], atoms: Iterable) -> list[Label]:
-    """The labels that differ from the given one on the free axes only."""
-    options = tuple(atoms)
-    return list(product(*(options if axis in free else (atom,) for axis, atom in enumerate(label))))
+def _vary(label: Label, free: tuple[int, ...], options: Sequence[Any]) -> tuple[list[Label], np.ndarray]:
+    """The labels that differ from the given one on the free axes only, also as an array ``(n, n_axes, ...)``."""
+    each = [options if axis in free else (atom,) for axis, atom in enumerate(label)]
+    labels = list(product(*each))
+    numbers = np.indices([len(some) for some in each]).reshape(len(each), len(labels))
+    columns = [np.array(some, np.int64)[number] for some, number in zip(each, numbers, strict=True)]
+    return labels, np.stack(columns, axis=1) if each else np.zeros((1, 0, *np.shape(options[0])), np.int64)
 
 
 def _via(numbers: np.ndarray, source: Dims, target: Dims, n_axes: int) -> np.ndarray:

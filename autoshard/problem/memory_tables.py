@@ -12,7 +12,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from autoshard.compilers.buffer_assignment import Peak, stored_partials
+from autoshard.compilers.buffer_assignment import stored_partials
+from autoshard.compilers.buffers import Peak
 from autoshard.ir import layout_of
 from autoshard.primitives import is_rearrangement
 from autoshard.problem.problem import Problem, leading_variables

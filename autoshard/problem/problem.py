@@ -14,17 +14,17 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from autoshard.compilers.buffer_assignment import Buffer, CopiesOf
+from autoshard.compilers.buffers import Buffer, CopiesOf
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.reshard import path_seconds
 from autoshard.inference.model import Pair
-from autoshard.ir import NOWHERE, Assignment, Choice, Layout, given_choice, layout_dims, shards_of
+from autoshard.ir import NOWHERE, Assignment, Choice, Graph, Layout, Mesh, Rule, given_choice, layout_dims, shards_of
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
 from autoshard.problem.cost_tables import CostedDomain, CostTables, Tables
 from autoshard.problem.domains import Domains, Label
 from autoshard.problem.hints import Hints
-from autoshard.problem.variables import Edge, Pin, decisions_of
+from autoshard.problem.variables import Decisions, Edge, Pin, decisions_of
 
 Fact = TypeVar("Fact")
 
@@ -86,17 +86,17 @@ class Problem:
             restricted: layouts of values that the other problem has, restricted as pins are.
         """
         self.facts = facts
-        self.graph = facts.graph
-        self.rules = facts.rules
+        self.graph: Graph = facts.graph
+        self.rules: tuple[Rule | None, ...] = facts.rules
         self.model = model
-        self.mesh = model.mesh
+        self.mesh: Mesh = model.mesh
         self.pins: Mapping[int, Pin] = dict(pins or {})
         self.memory_limit_bytes = memory_limit_bytes
         self.observer = observer
         like = like if like is not None and like.facts is facts else None
         known = None if like is None else like.decisions if like.pins == self.pins else like.decisions.repinned(facts, like.pins, self.pins)
         known = decisions_of(facts, self.pins) if known is None else known
-        self.decisions = known.restricted(facts, restricted) if restricted else known
+        self.decisions: Decisions = known.restricted(facts, restricted) if restricted else known
         same = like is not None and like.decisions is self.decisions
         self._facts_of_decisions: dict[Callable, Any] = like._facts_of_decisions if like is not None and same else {}
         like = like if like is not None and like.decisions.signatures is known.signatures else None
@@ -105,7 +105,7 @@ class Problem:
         else:
             alike = like is not None and like.mesh.sizes == self.mesh.sizes
             domains = like.costs.domains if like is not None and alike else Domains(self.decisions.signatures, self.mesh.sizes)
-            self.costs = CostTables(facts, model, self.decisions, domains, None if like is None else like.costs)
+            self.costs: CostTables = CostTables(facts, model, self.decisions, domains, None if like is None else like.costs)
             self._facts: dict[Callable, Any] = {}
         self._made = True
 
@@ -253,7 +253,7 @@ class Problem:
             domains: of the variables.
             prices: as in `tables`.
         """
-        charged: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}  # by identities; the value keeps its key's table alive
+        charged: dict[tuple[Any, ...], tuple[np.ndarray, np.ndarray]] = {}  # by identities; the value keeps its key's table alive
         for buffer, price in prices.items():
             for edge in self.copying(buffer):
                 first, last = domains[edge.source].slots[edge.source_slot], [domains[edge.target].slots[slot] for slot in edge.target_slots]
@@ -321,7 +321,9 @@ class Problem:
             return limit + 1  # reshards are computed pair by pair, which takes longer than any search
         sizes: dict[int, int] = {}  # by kind
         variables, domains = self.decisions.variables, self.costs.domains
-        for kind, i in self.cached_for_all_meshes(_first_of_kinds).items():
+        for number, (kind, i) in enumerate(self.cached_for_all_meshes(_first_of_kinds).items()):
+            if number % CHECKED == CHECKED - 1:
+                self.check()
             if (most := domains.most_labels(variables[i], len(free))) > limit // 1000:
                 return most * 1000
             sizes[kind] = len(self.costs.domain(i, self.costs.replicated(i), free).labels)

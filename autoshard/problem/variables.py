@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Op, Rule
@@ -40,20 +40,20 @@ class Variable:
         whole_reads: ``(slot, shape, itemsize, portable, trips)`` of reads that need the value replicated.
     """
 
-    label_type: tuple
+    label_type: tuple[Any, ...]
     leader: int = -1
     value: int = -1
-    slots: dict[tuple, int] = field(default_factory=dict)
+    slots: dict[tuple[Any, ...], int] = field(default_factory=dict)
     followers: list[tuple[int, int, int]] = field(default_factory=list)
-    follower_signatures: list[tuple] = field(default_factory=list)
-    pins: list[tuple] = field(default_factory=list)
-    whole_reads: list[tuple] = field(default_factory=list)
+    follower_signatures: list[tuple[Any, ...]] = field(default_factory=list)
+    pins: list[tuple[Any, ...]] = field(default_factory=list)
+    whole_reads: list[tuple[Any, ...]] = field(default_factory=list)
 
-    def slot(self, derivation: tuple) -> int:
+    def slot(self, derivation: tuple[Any, ...]) -> int:
         """The slot of a derivation, a new one if there is none."""
         return self.slots.setdefault(derivation, len(self.slots))
 
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """Equal for variables with equal tables."""
         return self.label_type, tuple(self.slots), tuple(self.follower_signatures), tuple(self.pins), tuple(self.whole_reads)
 
@@ -125,7 +125,7 @@ class Decisions:
     home: Mapping[int, tuple[int, int]]
     copies: Mapping[int, int]
     kinds: tuple[int, ...]
-    numbers: dict[tuple, int]
+    numbers: dict[tuple[Any, ...], int]
     couplings: tuple[Coupling, ...]
 
     def repinned(self, facts: ProgramFacts, before: Mapping[int, Pin], pins: Mapping[int, Pin]) -> Decisions | None:
@@ -366,7 +366,7 @@ class _Builder:
             for (variable, trips), slots in readers.items():
                 origin = (source, source_slot) if variable == source else shared
                 edges.append(self._edge(value, origin, variable, tuple(slots), trips))
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[Any, ...], int] = {}
         kinds = tuple(numbers.setdefault(variable.key(), len(numbers)) for variable in self.variables)
         variables, couplings = tuple(self.variables), self._couplings(edges)
         return Decisions(tuple(self.signatures), variables, tuple(edges), self.home, copies, kinds, numbers, couplings)
@@ -379,7 +379,7 @@ class _Builder:
         between: dict[tuple[int, int], list[Edge]] = {}
         for edge in edges:
             between.setdefault((min(edge.source, edge.target), max(edge.source, edge.target)), []).append(edge)
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[Any, ...], int] = {}
         values, portable = self.values, self.facts.portable
 
         def properties(edge: Edge) -> tuple:

@@ -38,6 +38,7 @@ class Block:
         turn: how many the forward pass has.
         carried: what the backward pass can read only if it is stored, though no equation makes it: the carries of a forward loop.
         returned: what the forward pass stores anyway.
+        captured: constant arrays.
     """
 
     eqns: tuple[JaxprEqn, ...]
@@ -45,6 +46,7 @@ class Block:
     turn: int
     carried: tuple[Var, ...] = ()
     returned: frozenset[Var] = frozenset()
+    captured: frozenset[Var] = frozenset()
 
     @cached_property
     def made(self) -> Mapping[Var, int]:
@@ -56,6 +58,15 @@ class Block:
     def needed(self) -> frozenset[Var]:
         """The values of the forward pass that the backward pass reads."""
         return frozenset(v for eqn in self.eqns[self.turn :] for v in variables(eqn.invars) if v in self.made)
+
+    @cached_property
+    def constant(self) -> frozenset[Var]:
+        """The values of the forward pass that are made of constants alone."""
+        found = {*self.captured}
+        for eqn in self.eqns[: self.turn]:
+            if found.issuperset(variables(eqn.invars)) and not eqn.effects:
+                found.update(eqn.outvars)
+        return frozenset(found)
 
     def held(self, wanted: Iterable[Var], stored: frozenset[Var]) -> set[Var]:
         """The values that a compiler holds so that others can be read: themselves where it stores them, else what it makes them of."""

@@ -96,20 +96,24 @@ class Chooser:
             found.update((v, segment_of(self.places, k)) for v in variables(eqn.invars))
         return found
 
-    def kept(self, price: float) -> frozenset[Var]:
+    def kept(self, price: float, lower: float | None = None, first: int = 0) -> frozenset[Var]:
         """What is kept where a byte costs so many seconds.
 
         The last segment keeps everything, since its backward pass runs at once, except a loop's trip. So does one of which nothing that
         takes time is run again: compilers do that by themselves.
+
+        Args:
+            lower: the price of bytes of all segments but the first ones; None: that of all.
+            first: how many these are.
         """
         block, again = self.block, set[int]()
         last = len(self._bounds) - 1
         for number, ((start, _), segment) in enumerate(zip(self._bounds, self._segments, strict=True)):
             if number == last and not self._is_trip:
                 continue
-            key = segment, price
+            key = segment, price if lower is None or number < first else lower
             if key not in self._cuts:
-                self._cuts[key] = _cut(segment, price)
+                self._cuts[key] = _cut(*key)
             found = self._cuts[key]
             if any(segment.seconds[k] for k in found):
                 again.update(start + k for k in found)

@@ -12,8 +12,9 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
+from autoshard.ir.rewrites import Offload
 from autoshard.lower import ops_by_path
 from autoshard.recompute.block import awaited, nbytes, variables
 from autoshard.recompute.flat import flat
@@ -22,8 +23,8 @@ from autoshard.trace import Traced, rebuilt
 LEAST_BYTES = 2**20  # smaller leaves stay: a transfer of so much takes as long as it takes to start a few
 
 
-def optimizer_state(traced: Traced) -> tuple[int, ...]:
-    """The argument leaves, by their positions, that are optimizer state."""
+def optimizer_state(traced: Traced, least: int = LEAST_BYTES) -> tuple[int, ...]:
+    """The argument leaves of so many bytes at least, by their positions, that are optimizer state."""
     whole = flat(traced.jaxpr, ops_by_path(traced.graph))
     heavy = zip(whole.eqns, awaited(whole.eqns, whole.ops), strict=True)
     kept = {v for eqn, is_awaited in heavy if is_awaited for v in variables(eqn.invars)}.union(variables(whole.outputs))
@@ -31,18 +32,16 @@ def optimizer_state(traced: Traced) -> tuple[int, ...]:
     return tuple(
         argument
         for result, argument in sorted(traced.graph.aliases, key=lambda pair: pair[1])
-        if (v := whole.inputs[argument]) not in kept and nbytes(v) >= LEAST_BYTES and whole.outputs[result] in made
+        if (v := whole.inputs[argument]) not in kept and nbytes(v) >= least and whole.outputs[result] in made
     )
 
 
-def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
-    """The program that takes and returns some argument leaves in the memory of hosts; results are the same.
+def offloaded(rewrite: Offload, traced: Traced) -> Traced:
+    """The program that takes and returns these leaves in the memory of hosts."""
+    return rebuilt(traced, _offloaded(traced, rewrite.leaves), rewrite)
 
-    Args:
-        leaves: positions of leaves that results replace.
-    """
-    if not leaves or traced.offload:
-        return traced
+
+def _offloaded(traced: Traced, leaves: Collection[int]) -> ClosedJaxpr:
     whole = flat(traced.jaxpr, ops_by_path(traced.graph))
     inputs = list(whole.inputs)
     entering: dict[Var, JaxprEqn] = {}
@@ -60,8 +59,7 @@ def offloaded(traced: Traced, leaves: Collection[int]) -> Traced:
         eqns += (entering.pop(v) for v in dict.fromkeys(variables(eqn.invars)) if v in entering)
         eqns.append(eqn)
         eqns += (move for v in eqn.outvars for move in leaving.get(v, ()))
-    made = replace(whole, inputs=tuple(inputs), outputs=tuple(outputs), eqns=tuple(eqns))
-    return replace(rebuilt(traced, made.closed(), traced.microbatches), offload=tuple(sorted(leaves)))
+    return replace(whole, inputs=tuple(inputs), outputs=tuple(outputs), eqns=tuple(eqns)).closed()
 
 
 def on_host(var: Any) -> Var:

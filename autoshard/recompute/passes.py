@@ -59,7 +59,7 @@ class Passes:
         checkpoints = [eqn for eqn in eqns[self.turn :] if eqn.primitive.name == "remat2"]  # the user's
         reading = (eqn.invars for eqn in (*scans.values(), *checkpoints))
         returned = frozenset(v for atoms in (self.whole.outputs, *reading) for v in variables(atoms))
-        return Block(eqns, self.whole.ops, self.turn, (), returned)
+        return Block(eqns, self.whole.ops, self.turn, (), returned, frozenset(self.whole.constants))
 
     def equations(self, scans: Mapping[int, JaxprEqn]) -> tuple[JaxprEqn, ...]:
         """The list, with some of its scans, by their numbers, rewritten."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import ceil
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -15,6 +16,7 @@ from autoshard.cost.compute import Roofline
 from autoshard.errors import TraceError
 from autoshard.ir import Op
 from autoshard.ir.remat import Kept, LoopKept, Remat
+from autoshard.ir.rewrites import Recompute
 from autoshard.primitives import is_matrix
 from autoshard.recompute.block import Block, nbytes, segments
 from autoshard.recompute.choice import Chooser
@@ -26,26 +28,25 @@ from autoshard.trace import Traced, rebuilt
 from autoshard.trace.structure import around, opened, subjaxprs
 
 LEAST_SAVED = 0.01  # of what is kept without recomputation: a choice that saves no more than that over a faster one is left out
+STEP = 0.1  # of what is kept without recomputation: two choices that are further apart have others between them
 HOSTED = (0.5, 1.0)  # shares of what is kept that are tried in the memory of hosts
 PRICES = tuple(10.0**k for k in np.arange(-2.0, 3.01, 0.25))  # of a byte, times all that could be run again by all that is kept
 
 
-def rematerialised(traced: Traced, remat: Remat | None) -> Traced:
-    """The program that keeps what a choice says, and computes the rest again; results are the same.
+def recomputed(rewrite: Recompute, traced: Traced) -> Traced:
+    """The program that keeps what the choice says.
 
     Raises:
         TraceError: the choice is not for this program.
     """
-    if remat is None or traced.remat is not None:
-        return traced
-    traced = without_checkpoints(traced) if remat.replaces else traced
+    remat, traced = rewrite.remat, without_checkpoints(traced) if rewrite.remat.replaces else traced
     try:
         jaxpr = _rewritten(Passes.at(traced, remat.path, remat.kept.turn), remat, traced.jaxpr)
     except (IndexError, KeyError, ValueError):
         raise TraceError(
             f"recomputation is chosen for one program by the numbers of its equations, and {traced.graph.name!r} has others. Search again."
         ) from None
-    return replace(rebuilt(traced, jaxpr, traced.microbatches), remat=remat)
+    return rebuilt(traced, jaxpr, rewrite)
 
 
 def _rewritten(passes: Passes, remat: Remat, jaxpr: ClosedJaxpr) -> ClosedJaxpr:
@@ -85,7 +86,7 @@ class Options:
     """
 
     def __init__(self, traced: Traced, facts: ProgramFacts, device: Device, hosts: bool = False):
-        self.passes = Passes.of(traced)
+        self.passes: Passes = Passes.of(traced)
         self._transfer = 2 / device.host_bandwidth_bytes_per_second if hosts else np.inf  # seconds for a byte, there and back
         self._roofline, self._facts = Roofline(device), facts
         graph, fusion = traced.graph, facts.fusion
@@ -104,15 +105,32 @@ class Options:
         scale = self._scale
         if not scale:
             return ()
-        found: list[Remat] = []
+        found, before = list[Remat](), (self.at(0.0, "auto"), 0.0)
+        least = before[0].plain_bytes
         most = min(PRICES[-1] * scale, self._transfer)
         priced = [(price * scale, 0.0) for price in PRICES if price * scale <= most]
         for price, share in (*priced, *((most, share) for share in HOSTED if np.isfinite(self._transfer))):
             remat = self.at(price, "auto", share)
-            before = found[-1].kept_bytes if found else remat.plain_bytes
-            if (remat.seconds > 0 or remat.hosted_bytes > 0) and remat.kept_bytes < before - LEAST_SAVED * remat.plain_bytes:
+            if (remat.seconds > 0 or remat.hosted_bytes > 0) and remat.kept_bytes < least - LEAST_SAVED * remat.plain_bytes:
+                found += self._between(before, (remat, price)) if not share else ()
                 found.append(remat)
+                before, least = (remat, price), remat.kept_bytes
         return tuple(found)
+
+    def _between(self, more: tuple[Remat, float], less: tuple[Remat, float]) -> list[Remat]:
+        """Choices of which the first segments keep less and the others more, of two choices with their prices that are far apart.
+
+        Equal segments have the same best choice at any price, so that prices alone lead from all of these to none.
+        """
+        kept, n = (each.kept_bytes for each, _ in (more, less)), len(self._places)
+        steps = ceil((next(kept) - next(kept)) / (STEP * less[0].plain_bytes))
+        some = sorted({round(n * k / steps) for k in range(1, steps)} - {0, n})
+        found, apart = [more[0]], LEAST_SAVED * less[0].plain_bytes
+        for first in some:
+            each = self.at(less[1], "auto", lower=more[1], first=first)
+            if less[0].kept_bytes + apart < each.kept_bytes < found[-1].kept_bytes - apart:
+                found.append(each)
+        return found[1:]
 
     @cached_property
     def replaced(self) -> tuple[Remat, ...]:
@@ -130,17 +148,19 @@ class Options:
         plain = self.at(0.0, "auto").plain_bytes
         return sum(map(self._seconds, self.passes.whole.ops[: self.passes.turn])) / plain if plain else 0.0
 
-    def at(self, price: float, mode: str, share: float = 0.0) -> Remat:
+    def at(self, price: float, mode: str, share: float = 0.0, lower: float | None = None, first: int = 0) -> Remat:
         """The choice at a price, in seconds a byte.
 
         Args:
             share: of the bytes that are kept and may be on hosts those that are, the first of the forward pass.
+            lower: the price in loops, and of all segments outside of them but the first ones; None: that of all.
+            first: how many these are.
         """
         scans: dict[int, JaxprEqn] = {}
         loops: list[LoopKept] = []
         held = plain = seconds = hosted = 0.0
         for pair, chooser in self._pairs:
-            kept = chooser.kept(price)
+            kept = chooser.kept(price if lower is None else lower)
             length, block = pair.forward.params["length"], pair.block
             without = length * sum(map(nbytes, block.needed))
             plain += without
@@ -154,7 +174,7 @@ class Options:
             scans[pair.first], scans[pair.last] = pair.rewritten(kept, there)
             loops.append(LoopKept(pair.first, pair.last, _numbers(block, (), kept, there)))
         chooser, own = self._around(tuple(loops), scans)
-        block, kept = chooser.block, chooser.kept(price)
+        block, kept = chooser.block, chooser.kept(price, lower, first)
         there = _first(hostable(block, self._places, kept, self.passes.whole.outputs), share)
         held += sum(map(nbytes, chooser.held(kept) - own.union(there)))
         hosted += sum(map(nbytes, there))

@@ -10,6 +10,9 @@ read recomputed values.
 
 The barrier has a compiler store all that a region reads, and so a mask or a zero that is broadcast to the size of attention scores, which
 it would otherwise fuse into readers. A region has its own copies of such broadcasts, and reads their operands.
+
+What reads nothing but cotangents and values made of constants, such as the places to which a gradient is added, is in no region unless it
+is between others: what layers share, as a bias of positions, has its gradients summed outside of them, and so once for all microbatches.
 """
 
 from __future__ import annotations
@@ -76,13 +79,14 @@ def _sources(read: Sequence[Var], spread: Mapping[Var, JaxprEqn]) -> Iterator[Va
 def _regions(block: Block, places: Sequence[int], kept: frozenset[Var]) -> list[list[int]]:
     """The backward equations, by their numbers in the backward pass, of each region, the last segment's first."""
     eqns = block.eqns[block.turn :]
+    constant = block.constant
     maker: dict[Var, int] = {}
     label, reads = [len(places)] * len(eqns), [False] * len(eqns)
     for j, eqn in enumerate(eqns):
         for v in variables(eqn.invars):
             if v in maker:
                 label[j] = min(label[j], label[maker[v]])
-            elif v in block.made and v not in kept:
+            elif v in block.made and v not in kept and v not in constant:
                 reads[j] = True
                 label[j] = min(label[j], segment_of(places, block.made[v]))
         maker.update((v, j) for v in eqn.outvars)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -38,7 +39,7 @@ def without_checkpoints(traced: Traced) -> Traced:
         loops[pair.first], loops[pair.last] = merged.rewritten(merged.block.needed)
     eqns, _, names = _unique(passes.equations(loops), whole.ops)
     made = replace(whole, outputs=tuple(_renamed(whole.outputs, names)), eqns=tuple(eqns))
-    return rebuilt(traced, made.closed(), traced.microbatches)
+    return rebuilt(traced, made.closed())
 
 
 def _merged(pair: Pair, outside: Mapping[tuple, Sequence[Var]]) -> Pair:
@@ -72,7 +73,7 @@ def _unique(
     """
     names: dict[Var, Atom] = {}
     known: dict[Var, Var] = {v: outer for outer, v in (constants or {}).items()}  # per variable that of the same value outside
-    made: dict[tuple, Sequence[Var]] = {}
+    made: dict[tuple[Any, ...], Sequence[Var]] = {}
     found: list[JaxprEqn] = []
     kept: list[Op] = []
     for k, (eqn, op) in enumerate(zip(eqns, ops, strict=True)):
@@ -95,7 +96,7 @@ def _unique(
 
 def _numbered(eqns: Sequence[JaxprEqn]) -> dict[tuple, Sequence[Var]]:
     """The results of equations, by what they compute."""
-    found: dict[tuple, Sequence[Var]] = {}
+    found: dict[tuple[Any, ...], Sequence[Var]] = {}
     known: dict[Var, Var] = {}
     for eqn in eqns:
         if (key := _key(eqn, known)) is not None:

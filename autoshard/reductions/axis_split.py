@@ -1,6 +1,7 @@
 """Axis splitting: a mesh whose axes are split into prime factors, and its labels merged back onto a mesh of few axes.
 
-On prime axes a search considers every way to use part of an axis, one small axis at a time. Labels found there are merged back:
+On prime axes a search considers every way to use part of an axis, one small axis at a time. Of many devices factors are products of a few
+primes, so that there are at most `Budgets.split_axes` of them: a search takes no longer on more devices. Labels found are merged back:
 neighbouring axes are joined, two at a time where equal labels on both cost least, until few enough are left. So a program gets a third axis
 where its tensors want one: heads over four devices where there are four heads, and another dimension over eight.
 """
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from autoshard.budgets import BUDGETS
 from autoshard.ir import Mesh
 from autoshard.judge.approximate_reshard import ManyAxesModel
 from autoshard.problem import Label, Problem
@@ -23,15 +25,15 @@ class AxisSplit:
     """A problem on the prime factors of another one's mesh axes.
 
     Attributes:
-        problem: on the mesh of prime axes; reshards over so many axes cost an estimate.
-        parents: per prime axis the axis that it is a factor of.
+        problem: on the mesh of split axes; reshards over so many axes cost an estimate.
+        parents: per split axis the axis that it is a factor of.
     """
 
     problem: Problem
     parents: tuple[int, ...]
 
     def project(self, labels: Sequence[Label]) -> list[Label]:
-        """The labels on the prime axes that mean the same as some on the given mesh."""
+        """The labels on the split axes that mean the same as some on the given mesh."""
         return [tuple(label[parent] for parent in self.parents) for label in labels]
 
     def invert(self, labels: Sequence[Label], names: Sequence[str]) -> tuple[Mesh, list[Label]] | None:
@@ -66,13 +68,15 @@ def _split(problem: Problem) -> tuple[Mesh, list[int]]:
     """The problem's mesh with every axis split into prime factors, those of slower links first; and per factor its axis."""
     mesh = problem.mesh
     order = list(range(len(problem.model.cluster.dimensions)) if mesh.placement is None else mesh.placement.dims)
+    links = problem.model.communication.links
+    spans = [sorted(link.spans, key=lambda span: (order.index(span.dim), -span.stride)) for link in links]
+    factors = iter(_factors([span.extent for some in spans for span in some]))
     axes: list[tuple[str, int]] = []
     parents: list[int] = []
     for parent, name in enumerate(mesh.names):
-        spans = sorted(problem.model.communication.links[parent].spans, key=lambda span: (order.index(span.dim), -span.stride))
-        factors = [factor for span in spans for factor in _primes(span.extent)]
-        axes.extend((f"{name}.{number}", factor) for number, factor in enumerate(factors))
-        parents.extend(parent for _ in factors)
+        own = [factor for _ in spans[parent] for factor in next(factors)]
+        axes.extend((f"{name}.{number}", factor) for number, factor in enumerate(own))
+        parents.extend(parent for _ in own)
     placed = mesh.placement
     if placed is not None:
         dealt = tuple(axis for parent in placed.axes for axis in range(len(axes)) if parents[axis] == parent)
@@ -80,9 +84,23 @@ def _split(problem: Problem) -> tuple[Mesh, list[int]]:
     return Mesh(tuple(axes), placed), parents
 
 
-def n_primes(n: int) -> int:
-    """The number of axes that an axis of this size is split into."""
-    return len(_primes(n))
+def n_factors(sizes: Sequence[int]) -> int:
+    """The number of axes that axes of these sizes are split into; nearly so where an axis has several links."""
+    return sum(map(len, _factors(sizes)))
+
+
+def _factors(sizes: Sequence[int]) -> list[list[int]]:
+    """The factors of each size: primes, or where these are too many, the smallest neighbours joined.
+
+    >>> _factors([12, 2]), [len(some) for some in _factors([2**9, 2**7])]
+    ([[3, 2, 2], [2]], [4, 4])
+    """
+    found = list(map(_primes, sizes))
+    while sum(map(len, found)) > BUDGETS.split_axes and any(len(some) > 1 for some in found):
+        pairs = ((some[k] * some[k + 1], -len(some), number, k) for number, some in enumerate(found) for k in range(len(some) - 1))
+        product, _, number, k = min(pairs)
+        found[number][k : k + 2] = [product]
+    return found
 
 
 def _primes(n: int) -> list[int]:

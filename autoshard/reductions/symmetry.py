@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Buffer
+from autoshard.compilers.buffers import Buffer
 from autoshard.inference.model import Messages, Pair
 from autoshard.inference.trw_s import MessagePassing
 from autoshard.ir import Assignment
@@ -180,6 +180,7 @@ class Quotient(Problem):
         domains = [whole.costs.domain(int(variable), label, free) for variable, label in zip(self._firsts, labels, strict=True)]
         unary = [float(count) * domain.unary for count, domain in zip(np.bincount(self.classes), domains, strict=True)]
         pairs: dict[tuple[int, int], np.ndarray] = {}
+        counted: dict[tuple[int, int, bool], np.ndarray] = {}  # equal tables stay one array, by the whole problem's identities
         for (a, b, _), (count, coupling) in whole.cached_for_all_meshes(_counted_couplings).items():
             one = whole.costs.table(coupling, {coupling.first: domains[a], coupling.last: domains[b]})
             if coupling.first == coupling.last:
@@ -187,8 +188,10 @@ class Quotient(Problem):
             elif a == b:
                 unary[a] = unary[a] + count * np.diagonal(one)
             else:
-                pair, table = ((a, b), one) if a < b else ((b, a), one.T)
-                pairs[pair] = pairs[pair] + count * table if pair in pairs else count * table
+                pair, key = (min(a, b), max(a, b)), (id(one), count, a < b)
+                if key not in counted:
+                    counted[key] = count * (one if a < b else one.T)
+                pairs[pair] = pairs[pair] + counted[key] if pair in pairs else counted[key]
         if prices:
             self._charge(unary, pairs, domains, prices)
         incumbent = np.array([domain.position(label) for domain, label in zip(domains, labels, strict=True)], dtype=np.int64)

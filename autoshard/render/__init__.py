@@ -303,7 +303,7 @@ class _ProgressLine:
     activity: str = "tracing"
     fraction: float = 0.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.started = self.begun
 
     def advance(self, activity: str, fraction: float) -> None:

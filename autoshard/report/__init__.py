@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import StrategyError
-from autoshard.explanation import Explanation, Judged
+from autoshard.explanation import Explanation, Judged, explanation_of
+from autoshard.explanation.explain_pipeline import timeline_of
 from autoshard.explanation.stored import packed
 from autoshard.pipeline.simulation import Timeline
 from autoshard.report.data import Content, InStage, content_of, to_data
@@ -19,7 +20,7 @@ from autoshard.report.page import framed, page
 from autoshard.report.trace import Inside, pipeline_trace, step_trace
 from autoshard.strategy import Record
 
-__all__ = ["HtmlReport", "report"]
+__all__ = ["HtmlReport", "report", "report_of"]
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class HtmlReport:
             return pipeline_trace(content.schedule, title, insides)
         if content.step is None:
             raise StrategyError(
-                "a trace has the events of a program, and a strategy from a file has no program. Name it: autoshard explain FILE.json "
+                "a trace has the events of a program, and this strategy's file has none. Name the program: autoshard explain FILE.json "
                 "MODULE:FUNCTION --args MODULE:NAME --trace trace.json, or strategy.with_program(fn, *args).report().save_trace(path)."
             )
         return step_trace(content.step, content.record.mesh.names, title)
@@ -104,3 +105,9 @@ def report(
         stages: the programs of its stages, if they are at hand, each with the kinds of tasks that run its operations.
     """
     return HtmlReport(content_of(record, explanation, judged, schedule, stages))
+
+
+def report_of(record: Record) -> HtmlReport:
+    """The report on a strategy from its file alone."""
+    schedule = None if record.pipeline is None else timeline_of(record, record.pipeline)
+    return report(record, explanation_of(record), schedule=schedule)

@@ -12,15 +12,18 @@ from typing import Any
 from autoshard.cluster import Cluster
 from autoshard.explanation import Explanation, Judged, TensorGroup
 from autoshard.explanation.build import stages_of
+from autoshard.explanation.explain_pipeline import pieces_of, timeline_of
 from autoshard.explanation.groups import argument_groups, state_positions
 from autoshard.explanation.stored import unpacked
+from autoshard.ir import entry_axes
 from autoshard.ir.words import spec_words
 from autoshard.pipeline.simulation import Timeline
+from autoshard.pipeline.waiting import waits
 from autoshard.report.devices import devices_of, devices_of_stages
 from autoshard.report.memory import GROUPS, MemoryCurve, memory_curve
 from autoshard.report.program import Node, program
-from autoshard.report.timeline import Loop, timeline
-from autoshard.strategy import Record
+from autoshard.report.timeline import Event, Loop, timeline
+from autoshard.strategy import PipelineRecord, Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,22 @@ def content_of(
 ) -> Content:
     """What a report on a strategy is made of; the program is not known of a loaded record, and of a pipeline each stage has its own."""
     if judged is None and not stages and record.report:
-        return Content(record, explanation, schedule=schedule, page={**unpacked(record.report)[1], "notes": list(record.assumptions)})
+        return _stored(record, explanation, schedule, {**unpacked(record.report)[1], "notes": list(record.assumptions)})
     if judged is None or record.pipeline is not None:
         inside = tuple(_content(stage.record, explanation, stage, kinds) for stage, kinds in stages)
         return Content(record, explanation, schedule=schedule, stages=inside)
     return _content(record, explanation, judged, {})
+
+
+def _stored(record: Record, explanation: Explanation, schedule: Timeline | None, page: Mapping[str, Any]) -> Content:
+    """What a report is made of whose page a file kept, with its events, of which a trace is made."""
+
+    def steps(inside: Mapping[str, Any]) -> Loop | None:
+        return None if inside["timeline"] is None else _events(inside["timeline"], page["texts"])
+
+    parts = () if record.pipeline is None else zip(record.pipeline.stages, page["stages"], strict=False)
+    stages = tuple(Content(stage.record, explanation, steps(inside)) for stage, inside in parts)
+    return Content(record, explanation, steps(page), schedule=schedule, stages=stages, page=page)
 
 
 def _content(record: Record, explanation: Explanation, judged: Judged, kinds: Mapping[int, str]) -> Content:
@@ -91,7 +105,7 @@ def to_data(content: Content) -> dict[str, Any]:
         "lines": _places(found.lines),
         "stages": [_inside(stage, found, texts) for stage in content.stages],
         "busiest": None if found.stages is None else found.stages.busiest_words,
-        "schedule": None if content.schedule is None else _schedule(content.schedule, record),
+        "schedule": None if content.schedule is None else _schedules(content.schedule, record, record.pipeline),
     }
     return data | {"texts": texts.all}
 
@@ -164,6 +178,18 @@ def _loop(loop: Loop, texts: Texts) -> dict[str, Any]:
     }
 
 
+def _events(columns: Mapping[str, Any], texts: Sequence[str]) -> Loop:
+    """The inverse of `_loop`, in whole nanoseconds."""
+    words = ([texts[number] for number in columns[name]] for name in ("name", "layer", "pass", "kind", "axes"))
+    rows = zip(columns["start"], columns["duration"], *words, columns["bytes"], columns["exposed"], columns["blocking"], strict=True)
+    events = []
+    for k, (start, duration, name, layer, stage, kind, axes, nbytes, exposed, blocking) in enumerate(rows):
+        loop = _events(columns["loops"][str(k)], texts) if str(k) in columns["loops"] else None
+        told = name, layer, stage, kind, tuple(axes.split(",")) if axes else ()
+        events.append(Event(start / 1e9, duration / 1e9, *told, nbytes, exposed / 1e9, bool(blocking), loop))
+    return Loop(columns["trips"], columns["ns"] / 1e9, tuple(events))
+
+
 def _ns(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -176,6 +202,7 @@ def _memory(curve: MemoryCurve, found: Explanation, texts: Texts) -> dict[str, A
         "moment": [moment.number for moment in curve.moments],
         "at": [texts(moment.at) for moment in curve.moments],
         "bytes": [[_short(moment.bytes[k]) for moment in curve.moments] for k in range(len(GROUPS))],
+        "fixed": [_short(nbytes, 3) for nbytes in curve.fixed],
         "peak": curve.peak,
         "alive": [[each.name, each.group, _short(each.bytes), each.n] for each in curve.alive[:400]],
     }
@@ -207,7 +234,7 @@ def _tensors(record: Record, found: Explanation) -> list[list[Any]]:
 
 
 def _tensor(group: TensorGroup, kind: str) -> list[Any]:
-    axes = [axis for entry in group.spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+    axes = [axis for entry in group.spec for axis in entry_axes(entry)]
     shape = " x ".join(map(str, group.shape)) or "scalar"
     known = group.name, kind, group.n + group.alike, shape, group.dtype, spec_words(group.spec)
     return [*known, _short(group.bytes), _short(group.whole_bytes), axes]
@@ -244,14 +271,21 @@ def _graph(node: Node, texts: Texts) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if value or key == "n"}
 
 
-def _schedule(timeline: Timeline, record: Record) -> dict[str, Any]:
-    """A pipeline's schedule: per stage its tasks, and what they need of memory."""
-    assert record.pipeline is not None, "only pipelines have schedules"
+def _schedules(timeline: Timeline, record: Record, pipeline: PipelineRecord | None) -> dict[str, Any]:
+    """A pipeline's schedule, with those of earlier passes over the microbatches where there are some."""
+    assert pipeline is not None, "only pipelines have schedules"
+    earlier = [_schedule(timeline_of(record, own), record, own) for own in pipeline.earlier]
+    return _schedule(timeline, record, pipeline) | ({"earlier": earlier} if earlier else {})
+
+
+def _schedule(timeline: Timeline, record: Record, pipeline: PipelineRecord) -> dict[str, Any]:
+    """The schedule of one pass: per stage its tasks, and what they need of memory."""
     return {
         "name": timeline.schedule.name,
         "n_microbatches": timeline.schedule.n_microbatches,
         "n_chunks": timeline.schedule.n_chunks,
-        "waiting": list(stages_of(record, record.pipeline).idle_shares),
+        "parts": [pipeline.part(stage) for stage in range(len(pipeline.stages))],
+        "waiting": list(stages_of(record, pipeline).idle_shares),
         "ns": _ns(timeline.makespan_seconds),
         "stages": [
             {
@@ -263,9 +297,12 @@ def _schedule(timeline: Timeline, record: Record) -> dict[str, Any]:
             }
             for spans in timeline.spans
         ],
+        "waits": [
+            [wait.stage, _ns(wait.start_seconds), _ns(wait.seconds), str(wait)] for wait in waits(timeline, pieces_of(pipeline))
+        ],
         "pieces": [
             [str(stage.record.mesh), stage.record.mesh.size, stage.forward_seconds, stage.backward_seconds + stage.weights_seconds]
             + [stage.after_seconds, max(stage.send_seconds, stage.send_back_seconds), stage.residual_bytes, stage.peak_bytes]
-            for stage in record.pipeline.stages
+            for stage in pipeline.stages
         ],
     }

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from autoshard.compilers.buffer_assignment import Buffers
+from autoshard.compilers.buffers import Buffers
 from autoshard.compilers.kernel_order import usage
 from autoshard.explanation import Judged
-from autoshard.explanation.groups import argument_groups
+from autoshard.explanation.groups import accumulated, argument_groups, waiting
 from autoshard.explanation.layers import layer_of, line_of, pass_of
 from autoshard.ir import Op
 from autoshard.ir.naming import starred
@@ -49,12 +49,14 @@ class MemoryCurve:
         n_moments: how many there are; each kernel has two, in which it reads and writes.
         peak: the position of the fullest in ``moments``.
         alive: what is held then, the most bytes first.
+        fixed: per moment the bytes that no larger batch makes more: state, what is gathered of it, and its gradients.
     """
 
     moments: tuple[Moment, ...]
     n_moments: int
     peak: int
     alive: tuple[Alive, ...]
+    fixed: tuple[float, ...]
 
 
 def memory_curve(judged: Judged) -> MemoryCurve:
@@ -68,6 +70,7 @@ def memory_curve(judged: Judged) -> MemoryCurve:
     owners = list(_owners(judged, held))
     kinds = np.array([GROUPS.index(group) for group, _ in owners])
     by_group = np.stack([usage(held.times.moments, np.where(kinds == k, held.held, 0.0), held.born, held.dies) for k in range(len(GROUPS))])
+    fixed = usage(held.times.moments, np.where(list(_fixed(judged, held)), held.held, 0.0), held.born, held.dies)
     within = np.minimum(held.usage / np.maximum(by_group.sum(axis=0), 1.0), 1.0)
     by_group *= within
     chosen = _chosen(held.usage[: max(held.times.moments, 1)])
@@ -79,7 +82,8 @@ def memory_curve(judged: Judged) -> MemoryCurve:
         sums[owners[k]].append(float(held.held[k] * within[fullest]))
     alive = [Alive(name, group, sum(sizes), len(sizes)) for (group, name), sizes in sums.items()]
     ranked = tuple(sorted(alive, key=lambda each: (-each.bytes, each.group, each.name)))
-    return MemoryCurve(moments, held.times.moments, int(np.flatnonzero(chosen == fullest)[0]), ranked)
+    peak = int(np.flatnonzero(chosen == fullest)[0])
+    return MemoryCurve(moments, held.times.moments, peak, ranked, tuple(map(float, (fixed * within)[chosen])))
 
 
 def _chosen(usage: np.ndarray) -> np.ndarray:
@@ -101,13 +105,22 @@ def _running(held: Buffers, ops: tuple[Op, ...]) -> Callable[[int], str]:
     return running
 
 
+def _fixed(judged: Judged, held: Buffers) -> Iterable[bool]:
+    """Per buffer whether it is of the state's size rather than of the batch's."""
+    graph = judged.facts.graph
+    state = {graph.arguments[argument] for argument in graph.state}
+    shapes = {shape for value in state for shape in (graph.values[value].shape, graph.values[value].shape[1:])}
+    yield from (value in state or graph.values[value].shape in shapes for value in (*held.times.values, *held.copies))
+    yield from (True for _ in held.partials)
+    yield from (False for _ in range(len(held.held) - len(held.times.values) - len(held.copies) - len(held.partials)))
+
+
 def _owners(judged: Judged, held: Buffers) -> Iterable[tuple[str, str]]:
     """Group and name of each buffer."""
     facts = judged.facts
     graph, arguments = facts.graph, _argument_kinds(judged)
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
-    trained = any(pass_of(op) == "backward" for op in graph.walk())
-    read_back = {value for value, readers in enumerate(facts.readers) if any(pass_of(graph.walk()[op]) == "backward" for op in readers)}
+    waits, sums = waiting(held.times, graph.walk(), facts.names.maker), accumulated(graph)
 
     def place(op: Op | None) -> str:
         return "constants" if op is None else f"{layer_of(op.origin)}, {line_of(op.origin)}"
@@ -116,13 +129,17 @@ def _owners(judged: Judged, held: Buffers) -> Iterable[tuple[str, str]]:
         op = facts.names.maker(value)
         if op is None:
             return "temporaries", place(op)
-        if pass_of(op) == "backward":
+        if pass_of(op) == "backward" or graph.values[value].shape in sums.get(op, ()):
             return "gradients", place(op)
-        is_kept = value in read_back if trained else False
-        return ("activations" if is_kept else "temporaries"), place(op)
+        return ("activations" if value in waits else "temporaries"), place(op)
 
+    new = {graph.results[result]: graph.arguments[argument] for result, argument in graph.aliases}
     for value in held.times.values:
-        yield (arguments[value], starred(paths[value])) if value in paths else made(value)
+        of = new.get(value)
+        if value in paths:
+            yield arguments[value], starred(paths[value])
+        else:
+            yield made(value) if of is None else (arguments[of], f"new value of {starred(paths[of])}")
     for value in held.copies:
         yield "temporaries", "copy of " + (starred(paths[value]) if value in paths else place(facts.names.maker(value)))
     for op in held.partials:

@@ -5,71 +5,31 @@ What is replaced was compared with attention in numbers (`attention_match`); the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from collections.abc import Sequence
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.errors import TraceError
-from autoshard.rewrite.attention_kernels import IMPLEMENTATIONS
+from autoshard.ir.rewrites import FusedAttention
 from autoshard.rewrite.attention_program import fused
 from autoshard.rewrite.options import Rewriting
-from autoshard.trace import Traced
+from autoshard.rewrite.ring_attention import IMPLEMENTATIONS, RINGS, is_long
+from autoshard.trace import Traced, rebuilt
 
 
-@dataclass(frozen=True, slots=True)
-class FusedAttention:
-    """Attention of a program that runs in a kernel.
+def with_fused_attention(rewrite: FusedAttention, traced: Traced) -> Traced:
+    """The program with its attention in kernels.
 
-    Attributes:
-        kernel: the name of the implementation.
-        places: what is replaced, in words: one for each attention, that of a backward pass apart.
-        interpret: whether the kernel runs as operations of JAX, on any device.
-        parts: what divides the kernel's heads of keys, which are repeated where they are fewer.
+    Raises:
+        TraceError: its attention is not that for which this was made.
     """
-
-    kernel: str
-    places: tuple[str, ...]
-    interpret: bool = False
-    parts: int = 1
-    kind: ClassVar[str] = "fused_attention"
-
-    def apply(self, traced: Traced) -> Traced:
-        """The program with its attention in kernels.
-
-        Raises:
-            TraceError: its attention is not that for which this was made.
-        """
-        made = fused(traced, IMPLEMENTATIONS[self.kernel], self.interpret, self.parts)
-        if made.places != self.places:
-            raise TraceError(
-                f"a strategy with fused attention is of a program with attention in {len(self.places)} places, "
-                f"{', '.join(self.places)}; {traced.graph.name!r} has {', '.join(made.places) or 'none'}. Search again."
-            )
-        graph = made.traced.graph
-        return replace(made.traced, graph=replace(graph, assumptions=(*graph.assumptions, self.describe(), *dict.fromkeys(made.left))))
-
-    def json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        chosen = {"interpret": self.interpret, "parts": self.parts if self.parts > 1 else 0}
-        return {"kernel": self.kernel, "places": list(self.places), **{name: value for name, value in chosen.items() if value}}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """The rewrite with these fields.
-
-        Raises:
-            ValueError, KeyError: they are not its own.
-        """
-        if fields["kernel"] not in IMPLEMENTATIONS:
-            raise ValueError(f"kernel is one of {', '.join(IMPLEMENTATIONS)}, got {fields['kernel']!r}")
-        return cls(fields["kernel"], tuple(fields["places"]), bool(fields.get("interpret", False)), int(fields.get("parts", 1)))
-
-    def describe(self) -> str:
-        """What it does, in a sentence without a full stop."""
-        heads = f", with its key heads repeated so that {self.parts} devices divide them" if self.parts > 1 else ""
-        return f"attention runs in {self.kernel}{heads}: {'; '.join(dict.fromkeys(self.places))}"
+    made = fused(traced, IMPLEMENTATIONS[rewrite.kernel], rewrite.interpret, rewrite.parts)
+    if made.places != rewrite.places:
+        raise TraceError(
+            f"a strategy with fused attention is of a program with attention in {len(rewrite.places)} places, "
+            f"{', '.join(rewrite.places)}; {traced.graph.name!r} has {', '.join(made.places) or 'none'}. Search again."
+        )
+    return rebuilt(traced, made.jaxpr or traced.jaxpr, rewrite, notes=(rewrite.describe(), *made.left))
 
 
 def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequence[FusedAttention]:
@@ -82,4 +42,7 @@ def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequenc
         return ()
     axes = dict.fromkeys(rewriting.axes or (cluster.n_devices,))
     repeated = [n for n in axes if n > 1 and fused(traced, IMPLEMENTATIONS[name], parts=n).repeats > 1]
-    return *(FusedAttention(name, made.places, parts=n) for n in repeated), FusedAttention(name, made.places)
+    found = [*(FusedAttention(name, made.places, parts=n) for n in repeated), FusedAttention(name, made.places)]
+    if any(is_long(problem, cluster.n_devices) for problem in made.problems):
+        found.append(FusedAttention(RINGS[name].name, fused(traced, RINGS[name]).places))
+    return found

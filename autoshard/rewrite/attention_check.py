@@ -21,8 +21,9 @@ from autoshard.rewrite.attention_match import Attention, attentions
 from autoshard.rewrite.attention_program import words_of
 from autoshard.rewrite.attention_roles import Operand, Roles
 from autoshard.rewrite.dimensions import Dimension
-from autoshard.rewrite.scopes import Wiring, program
+from autoshard.rewrite.scopes import program
 from autoshard.rewrite.values import RANK
+from autoshard.rewrite.wiring import Wiring
 from autoshard.trace import Traced
 
 LENGTHS = (1024, 512, 256, 128)  # positions of queries and keys: as few as reach the ends of windows, and blocks of kernels divide

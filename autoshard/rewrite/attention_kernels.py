@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from autoshard.ir.kernel import Kernel
+from autoshard.ir.rewrites import KERNELS
 from autoshard.rules.kernel_work import kernel_of
 
 LANES = 128  # of a TPU's vector registers, in which splash attention's blocks are counted
@@ -98,7 +100,9 @@ def _splash_missing(problem: Problem) -> str:
     return "" if problem.dtype in ("bfloat16", "float32") else f"splash attention takes bfloat16 and float32, not {problem.dtype}"
 
 
-def _splash(problem: Problem, interpret: bool) -> Callable:
+@lru_cache(maxsize=32)
+def _splash_kernel(problem: Problem, interpret: bool) -> Any:
+    """The kernel of one example and one key head; JAX looks through all blocks of its mask, a minute for a million positions."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -107,16 +111,21 @@ def _splash(problem: Problem, interpret: bool) -> Callable:
     one = masks.LocalMask(shape, window, 0) if problem.is_masked else masks.FullMask(shape)
     if window == (None, 0):
         one = masks.CausalMask(shape)
+    _make_quick(one, problem)
     q, k = (_block(length, most) for length, most in zip(shape, BLOCKS, strict=True))
     sizes = kernels.BlockSizes(
         block_q=q, block_kv=k, block_kv_compute=k, block_q_dkv=q, block_kv_dkv=k, block_kv_dkv_compute=k, block_q_dq=q, block_kv_dq=k
     )
-    made = kernels.make_splash_mqa_single_device(
-        masks.MultiHeadMask([one] * problem.group),
-        block_sizes=sizes,
-        attn_logits_soft_cap=problem.softcap or None,
-        interpret=interpret,
-    )
+    heads = masks.MultiHeadMask([one] * problem.group)
+    softcap = problem.softcap or None
+    with jax.ensure_compile_time_eval():  # what it knows of its mask is no part of a program that is traced meanwhile
+        return kernels.make_splash_mqa_single_device(heads, block_sizes=sizes, attn_logits_soft_cap=softcap, interpret=interpret)
+
+
+def _splash(problem: Problem, interpret: bool) -> Callable:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    made = _splash_kernel(replace(problem, batch=(), segments=()), interpret)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
         def single(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
@@ -132,6 +141,21 @@ def _splash(problem: Problem, interpret: bool) -> Callable:
         return mapped(q, k, v, *squeezed)
 
     return attend
+
+
+def _make_quick(mask: Any, problem: Problem) -> None:
+    """Makes blocks of a mask that are all seen, or not at all, one element, since JAX looks through each block of a long sequence."""
+    lowest, highest = (end if each is None else each for each, end in ((problem.lowest, -math.inf), (problem.highest, math.inf)))
+
+    class Quick(type(mask)):
+        def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+            rows, columns = idx
+            least, most = rows.start - columns.stop + 1, rows.stop - 1 - columns.start
+            if most < lowest or least > highest:
+                return np.zeros((1, 1), bool)
+            return np.ones((1, 1), bool) if lowest <= least and most <= highest else super().__getitem__(idx)
+
+    object.__setattr__(mask, "__class__", Quick)  # of a frozen dataclass, too
 
 
 def _splash_share(problem: Problem) -> float:
@@ -159,6 +183,8 @@ def _cudnn_missing(problem: Problem) -> str:
         return "cuDNN's attention takes no segments"
     if problem.width % 8 or problem.value_width % 8 or max(problem.width, problem.value_width) > 128:
         return f"cuDNN's attention takes heads of widths up to 128 in multiples of 8, and its heads have {problem.width}"
+    if problem.query % 2 or problem.key % 2:
+        return f"cuDNN's attention takes even lengths where gradients are taken, not {problem.query} and {problem.key}"
     if problem.width != problem.value_width:
         return "cuDNN's attention takes keys and values of one width"
     if problem.is_masked and (problem.lowest != 0 or problem.query != problem.key):
@@ -183,10 +209,9 @@ def _cudnn(problem: Problem, interpret: bool) -> Callable:
     return attend
 
 
-SPLASH = Implementation("splash attention", _splash_missing, _splash, False, _splash_share)
+SPLASH = Implementation(KERNELS[0], _splash_missing, _splash, False, _splash_share)
 STANDS_IN = "JAX's operations for it, since it runs on GPUs alone"
-CUDNN = Implementation("cuDNN's attention", _cudnn_missing, _cudnn, True, lambda problem: 1.0, STANDS_IN)
-IMPLEMENTATIONS = {each.name: each for each in (SPLASH, CUDNN)}
+CUDNN = Implementation(KERNELS[1], _cudnn_missing, _cudnn, True, lambda problem: 1.0, STANDS_IN)
 
 
 def estimated(eqn: JaxprEqn, share: float) -> JaxprEqn:

@@ -14,8 +14,9 @@ from jax.extend.core import JaxprEqn, Var
 from autoshard.primitives import primitive
 from autoshard.rewrite.attention_region import Exit, Region
 from autoshard.rewrite.dimensions import Dimension, Labels, all_resolved
-from autoshard.rewrite.scopes import Wiring, dtype_of, shape_of
+from autoshard.rewrite.scopes import dtype_of, shape_of
 from autoshard.rewrite.values import RANK, Given, Index, Values, made_up
+from autoshard.rewrite.wiring import Wiring
 
 UNSEEN = 1e-12  # of the largest weight: what a key has that a mask leaves out
 REACH = 600  # difference of logits up to which caps are looked for, and of which exponentials are numbers in float64

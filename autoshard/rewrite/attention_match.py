@@ -22,8 +22,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from autoshard.rewrite.attention_mask import Different, Mask, Reading
 from autoshard.rewrite.attention_region import Exit, Region, region_of
 from autoshard.rewrite.dimensions import Dimension, Labels, Mismatch, flattened, unify
-from autoshard.rewrite.scopes import Scope, Wiring, dtype_of, shape_of
+from autoshard.rewrite.scopes import Scope, dtype_of, shape_of
 from autoshard.rewrite.values import RANK
+from autoshard.rewrite.wiring import Wiring
 
 EXACT = 1e-6  # relative difference of values in float64, of which a formula that is the same differs by rounding alone
 NOT_ITS_RESULT = "its result is not the product of a softmax and values"

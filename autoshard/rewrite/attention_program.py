@@ -6,9 +6,9 @@ Where a checkpoint computes attention again, the forward kernel runs again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,14 +18,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_i
 
 from autoshard.ir.kernel import Kernel
 from autoshard.recompute.flat import Atom
-from autoshard.rewrite.attention_kernels import Implementation, Problem, estimated, layouts, repeated, unrepeated
+from autoshard.rewrite.attention_kernels import Implementation, Problem, layouts, repeated, unrepeated
 from autoshard.rewrite.attention_match import Attention, Refused, attentions
 from autoshard.rewrite.attention_roles import Operand, Roles
 from autoshard.rewrite.dimensions import Labels, flattened
-from autoshard.rewrite.scopes import NESTED, Scope, Wiring, closed, dtype_of, program, shape_of
-from autoshard.rules.kernel_work import equations, kernel_of
+from autoshard.rewrite.scopes import NESTED, Scope, closed, dtype_of, program, shape_of
+from autoshard.rewrite.traced_kernel import TracedKernel
+from autoshard.rewrite.wiring import Wiring
 from autoshard.trace import Traced, rebuilt
-from autoshard.trace.libraries import assumed
 from autoshard.trace.origin import Origins
 from autoshard.trace.structure import types_of
 
@@ -51,6 +51,7 @@ class Fused:
         shapes: of the scores that are in kernels.
         work: that of each kernel, and how often it runs in a step.
         repeats: how often a key head is repeated at most.
+        problems: what the kernels compute.
     """
 
     written: Traced
@@ -60,11 +61,12 @@ class Fused:
     shapes: frozenset[tuple[int, ...]] = frozenset()
     work: tuple[tuple[Kernel, int], ...] = ()
     repeats: int = 1
+    problems: tuple[Problem, ...] = ()
 
     @cached_property
     def traced(self) -> Traced:
         """The program with kernels; itself where there are none."""
-        return self.written if self.jaxpr is None else rebuilt(self.written, self.jaxpr, self.written.microbatches)
+        return self.written if self.jaxpr is None else rebuilt(self.written, self.jaxpr)
 
 
 def fused(traced: Traced, implementation: Implementation, interpret: bool = False, parts: int = 1) -> Fused:
@@ -84,7 +86,7 @@ def fused(traced: Traced, implementation: Implementation, interpret: bool = Fals
         if not used:
             places = tuple(words for _, words in fusing.done.values())
             shapes = frozenset(shape for attention, _ in fusing.done.values() for shape in attention.region.shapes())
-            return Fused(traced, made, places, tuple(fusing.left), shapes, tuple(fusing.work), fusing.repeats)
+            return Fused(traced, made, places, tuple(fusing.left), shapes, tuple(fusing.work), fusing.repeats, tuple(fusing.kernels))
         used_elsewhere |= used
 
 
@@ -119,7 +121,7 @@ class _Fusing:
     left: list[str] = field(default_factory=list)
     work: list[tuple[Kernel, int]] = field(default_factory=list)
     origins: Origins = field(default_factory=Origins)
-    kernels: dict[Problem, _Kernel] = field(default_factory=dict)
+    kernels: dict[Problem, TracedKernel] = field(default_factory=dict)
     repeats: int = 1
 
     def run(self) -> None:
@@ -176,11 +178,11 @@ class _Fusing:
             if exit is not None:
                 backward.leave(made, exit, exits[0].eqn, factor)
 
-    def _kernel(self, problem: Problem) -> _Kernel:
+    def _kernel(self, problem: Problem) -> TracedKernel:
         if reason := self.implementation.missing(problem):
             raise _Stays(reason)
         if problem not in self.kernels:
-            self.kernels[problem] = _Kernel.of(problem, self.implementation, self.interpret)
+            self.kernels[problem] = TracedKernel.of(problem, self.implementation, self.interpret)
         return self.kernels[problem]
 
 
@@ -193,61 +195,6 @@ def words_of(found: Attention, origins: Origins | None = None) -> str:
     kinds += ["segments"] if mask.segments else ["padding"] if mask.valid else []
     kinds += ["backward"] if found.output is None else []
     return f"{line} ({', '.join(kinds)})" if kinds else line
-
-
-@dataclass(frozen=True, eq=False)
-class _Kernel:
-    """A kernel traced for one problem.
-
-    Attributes:
-        forward: the function of queries, keys, values and segments to the output and what its gradient needs.
-        backward: that of what is needed and the output's cotangent to gradients of queries, keys and values.
-        kept: where what the gradient needs comes from: the number of an input, of a result of ``forward``, or a captured array.
-        estimated: gives a kernel's equation with its work.
-    """
-
-    forward: ClosedJaxpr
-    backward: ClosedJaxpr
-    kept: tuple[tuple[str, Any], ...]
-    estimated: Callable[[JaxprEqn], JaxprEqn]
-
-    @cached_property
-    def works(self) -> tuple[list[Kernel], list[Kernel]]:
-        """The work of each kernel, forward and backward."""
-        found = ([kernel_of(self.estimated(eqn)) for eqn in equations(each.jaxpr)] for each in (self.forward, self.backward))
-        first, second = ([work for work in some if work is not None] for some in found)
-        return first, second
-
-    @classmethod
-    def of(cls, problem: Problem, implementation: Implementation, interpret: bool) -> _Kernel:
-        make = partial(jax.ShapeDtypeStruct, dtype=problem.dtype)
-        q = make((*problem.batch, problem.group, problem.query, problem.width))
-        k, v = (make((*problem.batch, problem.key, width)) for width in (problem.width, problem.value_width))
-        segments = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in problem.segments]
-        attend, trees = implementation.function(problem, interpret), list[Any]()
-
-        def forward(q: Any, k: Any, v: Any, *segments: Any) -> Any:
-            made, pull = jax.vjp(lambda q, k, v: attend(q, k, v, *segments), q, k, v)
-            leaves, tree = jax.tree.flatten(pull)
-            trees[:] = [tree]
-            return [made, *leaves]
-
-        with assumed():
-            first = jax.make_jaxpr(forward)(q, k, v, *segments)
-            made, *leaves = first.out_avals
-            second = jax.make_jaxpr(lambda leaves, ct: trees[0].unflatten(leaves)(ct))([*_shapes(leaves)], *_shapes([made]))
-        inputs, constants = first.jaxpr.invars, dict(zip(first.jaxpr.constvars, first.consts, strict=True))
-        kept: list[tuple[str, Any]] = []
-        for number, x in enumerate(first.jaxpr.outvars[1:], 1):
-            if isinstance(x, Var) and x in constants:
-                kept.append(("constant", (x, constants[x])))
-            else:
-                kept.append(("input", inputs.index(x)) if x in inputs else ("result", number))
-        return cls(first, second, tuple(kept), partial(estimated, share=implementation.share(problem)))
-
-
-def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in avals]
 
 
 @dataclass(frozen=True, eq=False)

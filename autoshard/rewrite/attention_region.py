@@ -9,7 +9,7 @@ values, this is followed to the quotient.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 from typing import Literal as OneOf
@@ -27,8 +27,9 @@ from autoshard.rewrite.dimensions import (
     product_of,
     unify,
 )
-from autoshard.rewrite.scopes import Wiring, shape_of
+from autoshard.rewrite.scopes import shape_of
 from autoshard.rewrite.values import ELEMENTWISE, REDUCTIONS
+from autoshard.rewrite.wiring import Wiring
 
 Kind = OneOf["scores", "output", "mixed"]
 """What a variable is: scores or statistics of their rows; the product of scores and something; that of row statistics and something."""
@@ -193,6 +194,13 @@ class _Following:
         if eqn.primitive.name in REDUCTIONS and (operand := known[0]) is not None and self._is_inside(operand):
             if any(operand[axis] for axis in eqn.params["axes"]):
                 found.reduced.append(tuple(operand[axis] for axis in eqn.params["axes"]))
+        kind, exit = self._kind(eqn, made, kinds, read, others)
+        for var in eqn.outvars:
+            self._label(var, made, kind, exit)
+
+    def _kind(self, eqn: JaxprEqn, made: Labels, kinds: Set[str], read: Sequence[Var], others: Sequence[Var]) -> tuple[Kind, Exit | None]:
+        """What an operation's results are, whose labels are ``made``, and the exit of an output."""
+        found, is_elementwise = self._found, eqn.primitive.name in ELEMENTWISE
         kind: Kind = "scores"
         exit = None
         if not self._is_inside(made) and is_elementwise:
@@ -207,8 +215,7 @@ class _Following:
         elif is_elementwise:
             for x in others:
                 self._search(x, made)
-        for var in eqn.outvars:
-            self._label(var, made, kind, exit)
+        return kind, exit
 
     def _labels(self, atom: object) -> Labels | None:
         return self._found.labels.get(atom) if isinstance(atom, Var) else None

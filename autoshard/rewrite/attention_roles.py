@@ -14,7 +14,8 @@ from autoshard.primitives import is_rearrangement
 from autoshard.rewrite.attention_kernels import Problem
 from autoshard.rewrite.attention_match import Attention
 from autoshard.rewrite.dimensions import Dimension, Label, Labels, Mismatch, backward, flattened, forward, split_dimension
-from autoshard.rewrite.scopes import Wiring, dtype_of, shape_of
+from autoshard.rewrite.scopes import dtype_of, shape_of
+from autoshard.rewrite.wiring import Wiring
 
 Operand = tuple[Var, Labels]
 

@@ -1,50 +1,44 @@
-"""Rewrites of a traced program that keep its results, as values that are recorded with a plan."""
+"""Rewrites of a traced program that keep its results, applied."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any
 
 from autoshard.errors import TraceError
+from autoshard.ir.rewrites import FusedAttention, Microbatches, Offload, OneProgram, PackedExperts, Padded, Recompute, Rewrite, variant
+from autoshard.microbatch import microbatched
+from autoshard.recompute import offloaded, recomputed
+from autoshard.rewrite.attention import with_fused_attention
+from autoshard.rewrite.experts import packed_experts
+from autoshard.rewrite.grouped_kernels import with_grouped_products
+from autoshard.rewrite.one_program import in_one_program
+from autoshard.rewrite.padding import padded
 from autoshard.trace import Traced
 
+APPLIED: Mapping[type[Rewrite], Callable[[Any, Traced], Traced]] = {
+    FusedAttention: with_fused_attention,
+    PackedExperts: packed_experts,
+    Padded: padded,
+    Recompute: recomputed,
+    Microbatches: microbatched,
+    OneProgram: in_one_program,
+    Offload: offloaded,
+}
+"""What gives a program with one more rewrite, its last: results are equal, and equations keep where they come from."""
 
-class Rewrite(Protocol):
-    """One rewrite, a frozen value.
+DIVIDED: Mapping[type[Rewrite], Callable[[Traced], Traced]] = {PackedExperts: with_grouped_products}
+"""For kinds that microbatches and stages get each by itself, the program that is divided into these; else the one that is rewritten."""
 
-    Attributes:
-        kind: the name under which it is recorded.
 
-    One with a method ``divisible(traced)`` is applied to microbatches or stages of the program that this gives.
+def applied(rewrite: Rewrite, traced: Traced) -> Traced:
+    """The program with one more rewrite.
+
+    Raises:
+        TraceError: it is not a program that this rewrite was made for.
     """
-
-    kind: ClassVar[str]
-
-    def apply(self, traced: Traced) -> Traced:
-        """The program rewritten, with equal results; equations keep where they come from.
-
-        Raises:
-            TraceError: it is not a program that this rewrite was made for.
-        """
-        ...
-
-    def json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        ...
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """The rewrite with these fields.
-
-        Raises:
-            ValueError, KeyError, TypeError: they are not its own.
-        """
-        ...
-
-    def describe(self) -> str:
-        """What it does, in a sentence without a full stop."""
-        ...
+    return APPLIED[type(rewrite)](rewrite, traced)
 
 
 def rewritten(traced: Traced, rewrites: Sequence[Rewrite]) -> Traced:
@@ -53,13 +47,16 @@ def rewritten(traced: Traced, rewrites: Sequence[Rewrite]) -> Traced:
     Raises:
         TraceError: it is not a program that these rewrites were made for.
     """
-    if traced.rewrites == tuple(rewrites):
-        return traced
     for rewrite in rewrites[len(traced.rewrites) :]:
-        divisible = getattr(rewrite, "divisible", None)
-        before = traced.undivided if divisible is None or traced.undivided is not None else divisible(traced)
-        traced = replace(rewrite.apply(traced), rewrites=(*traced.rewrites, rewrite), undivided=before)
+        traced = _divided(traced, rewrite) if isinstance(rewrite, Microbatches | OneProgram) else _noted(traced, rewrite)
     return traced
+
+
+def _noted(traced: Traced, rewrite: Rewrite) -> Traced:
+    """The program with one more rewrite, which knows what it was before those that are applied to its parts."""
+    divided = DIVIDED.get(type(rewrite))
+    before = traced.undivided if divided is None or traced.undivided is not None else divided(traced)
+    return replace(applied(rewrite, traced), undivided=before)
 
 
 def divisible(traced: Traced) -> Traced:
@@ -67,25 +64,21 @@ def divisible(traced: Traced) -> Traced:
     return traced if traced.undivided is None else traced.undivided
 
 
-def divided(traced: Traced, divide: Callable[[Traced], Traced]) -> Traced:
-    """The program in microbatches or stages.
-
-    Args:
-        divide: gives the program that it is given in these; itself where that is one microbatch.
+def _divided(traced: Traced, divide: Microbatches | OneProgram) -> Traced:
+    """The program in microbatches or stages, to each of which its rewrites are applied that come before those of its own form.
 
     Raises:
         TraceError: it does not run in them, or not with its rewrites and recomputation.
     """
     before = divisible(traced)
-    if before is traced:
-        return divide(traced)
-    made = divide(before)
-    if made is before:
-        return traced
+    if before is traced or (made := applied(divide, before)) is before:
+        return applied(divide, traced)
     if traced.remat is not None:
-        said = "; ".join(rewrite.describe() for rewrite in traced.rewrites)
+        said = "; ".join(rewrite.describe() for rewrite in variant(traced.rewrites))
         raise TraceError(
             f"what is computed again is chosen for the whole batch, and {traced.graph.name!r} has rewrites that are made for each "
             f"microbatch: {said}. Use remat=None, or microbatches=1."
         )
-    return rewritten(made, traced.rewrites)
+    for rewrite in traced.rewrites[len(before.rewrites) :]:
+        made = _noted(made, rewrite)
+    return replace(made, rewrites=(*traced.rewrites, divide))

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from autoshard.cluster import Cluster
 from autoshard.errors import TraceError
 from autoshard.ir import Op, Rule
+from autoshard.ir.rewrites import PackedExperts
 from autoshard.ir.scan import num_carry
 from autoshard.lower import Path, ops_by_path
 from autoshard.recompute.block import turning_point
@@ -38,48 +39,19 @@ from autoshard.trace import Traced, rebuilt, subjaxprs
 from autoshard.trace.structure import around, opened
 
 
-@dataclass(frozen=True)
-class PackedExperts:
-    """Rows of experts, packed.
+def packed_experts(rewrite: PackedExperts, traced: Traced) -> Traced:
+    """The program on packed rows.
 
-    Attributes:
-        balance: the rows of the fullest expert over the mean that have slots in the first round.
-        packed: per kind of layer, the number of experts and the slots of each.
+    Raises:
+        TraceError: it has no products that are grouped by experts.
     """
-
-    balance: float
-    packed: tuple[tuple[int, int], ...] = ()
-    kind: ClassVar[str] = "experts"
-
-    def divisible(self, traced: Traced) -> Traced:
-        """The program whose microbatches or stages are packed: kernels are of the rows of each."""
-        return with_grouped_products(traced)
-
-    def apply(self, traced: Traced) -> Traced:
-        """The program on packed rows.
-
-        Raises:
-            TraceError: it has no products that are grouped by experts.
-        """
-        traced = self.divisible(traced)
-        program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), self.balance)
-        jaxpr = program.scope(traced.jaxpr, ())
-        if jaxpr is None:
-            raise TraceError(f"rows of experts are packed for products by experts, and {traced.graph.name!r} has none. Search again.")
-        made = rebuilt(traced, jaxpr, traced.microbatches)
-        said = replace(self, packed=tuple(dict.fromkeys(program.packed))).describe()
-        return replace(made, graph=replace(made.graph, assumptions=(*made.graph.assumptions, said)))
-
-    def json(self) -> dict[str, Any]:
-        return {"balance": self.balance, "packed": [list(each) for each in self.packed]}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(float(fields["balance"]), tuple((int(experts), int(slots)) for experts, slots in fields["packed"]))
-
-    def describe(self) -> str:
-        each = " and ".join(f"rows of {experts:,} experts packed to {slots:,} each" for experts, slots in self.packed)
-        return f"experts: {each} (balance {self.balance:g}); a fuller expert takes another round"
+    traced = with_grouped_products(traced)
+    program = _Program(ops_by_path(traced.graph), rules_of(traced.graph), rewrite.balance)
+    jaxpr = program.scope(traced.jaxpr, ())
+    if jaxpr is None:
+        raise TraceError(f"rows of experts are packed for products by experts, and {traced.graph.name!r} has none. Search again.")
+    said = replace(rewrite, packed=tuple(dict.fromkeys(program.packed))).describe()
+    return rebuilt(traced, jaxpr, rewrite, notes=(said,))
 
 
 def proposals(traced: Traced, cluster: Cluster, rewriting: Rewriting) -> Sequence[PackedExperts]:

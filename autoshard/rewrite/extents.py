@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Extent = tuple[tuple[int, int], ...]
-"""The parts of a dimension from major to minor, each with its size and its padded size; empty where nothing is padded."""
+from autoshard.ir.rewrites import Extent
 
 Extents = tuple[Extent, ...]
 """An extent for each dimension of an array."""

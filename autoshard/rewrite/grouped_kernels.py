@@ -27,7 +27,7 @@ _MODULE = "jax.experimental.pallas.ops.tpu.megablox.gmm"
 def with_grouped_products(traced: Traced) -> Traced:
     """The program with `jax.lax.ragged_dot_general` in place of kernels that compute it; itself where there are none."""
     jaxpr = _replaced(traced.jaxpr.jaxpr)
-    return traced if jaxpr is traced.jaxpr.jaxpr else rebuilt(traced, ClosedJaxpr(jaxpr, traced.jaxpr.consts), traced.microbatches)
+    return traced if jaxpr is traced.jaxpr.jaxpr else rebuilt(traced, ClosedJaxpr(jaxpr, traced.jaxpr.consts))
 
 
 def _replaced(jaxpr: Jaxpr) -> Jaxpr:

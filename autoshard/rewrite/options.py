@@ -9,7 +9,7 @@ from typing import Any
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError
-from autoshard.rewrite.base import Rewrite
+from autoshard.ir.rewrites import Rewrite
 from autoshard.rewrite.padding import Padding
 from autoshard.trace import Traced
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ShardingError, TraceError
 from autoshard.ir import Assignment, Graph, Rule
+from autoshard.ir.rewrites import Extent, Padded, PaddedDim
 from autoshard.render import format_percent
-from autoshard.rewrite.extents import Extent, Extents, padded_size
+from autoshard.rewrite.extents import Extents, padded_size
 from autoshard.rewrite.padding_choice import LITTLE, MATTERS, Class, arguments_of, classes, is_promising, more_work, repeated, uneven_sizes
 from autoshard.rewrite.padding_plan import Links, Plan, plan_padding
 from autoshard.rewrite.padding_program import padded_program
@@ -26,89 +27,35 @@ from autoshard.rules import rules_of
 from autoshard.trace import Traced, rebuilt
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedDim:
-    """One dimension that is padded, with all that belong to it.
+def padded(rewrite: Padded, traced: Traced) -> Traced:
+    """The program with padding.
 
-    Attributes:
-        value, dim: a value that has it, by its number in the program, and which one of its dimensions it is.
-        extent: its parts, each with its size and its padded size.
-        name: what it is called in explanations.
-        shards: the number of devices that divides the padded size.
-        more_work: by what fraction the step's work grows.
+    Raises:
+        TraceError: it is not the program that this padding is of.
     """
+    graph = traced.graph
+    plan = plan_padding(graph, rules_of(graph), _given(rewrite, graph))
+    of_arguments = tuple(plan.of(value) for value in graph.arguments)
+    given, n_padded = rewrite.arguments, sum(map(bool, chain(*of_arguments)))
+    if any(of_arguments[k][dim] != of for k, dim, of in given) or n_padded != len(given):
+        raise TraceError(f"{_OF_ONE}, and in this one it spreads to other arguments. Search again.")
+    results: list[Extents] = [((),) * graph.values[value].rank for value in graph.results]
+    for result, argument in graph.aliases:
+        results[result] = of_arguments[argument]
+    told = f"{rewrite.describe()}{PLACED if given else ''}", *cut_for(graph, plan)
+    return replace(rebuilt(traced, padded_program(traced.jaxpr, plan, results), rewrite, notes=told), padding=of_arguments)
 
-    value: int
-    dim: int
-    extent: Extent
-    name: str = ""
-    shards: int = 1
-    more_work: float = 0.0
 
-    def __str__(self) -> str:
-        """The sentence of explanations."""
-        size, padded = math.prod(n for n, _ in self.extent), padded_size(0, self.extent)
-        return f"{self.name}, of size {size:,}, is padded to {padded:,} over {self.shards}: {format_percent(self.more_work)} more work"
-
-
-@dataclass(frozen=True, slots=True)
-class Padded:
-    """A program with padded dimensions.
-
-    Attributes:
-        dims: one of each class of dimensions that belong together.
-        arguments: positions of the argument leaves with padding, each with its dimension and its extent.
-        required: whether the user asks for it, so that the program without is no choice.
-    """
-
-    kind: ClassVar[str] = "padding"
-
-    dims: tuple[PaddedDim, ...]
-    arguments: tuple[tuple[int, int, Extent], ...] = ()
-    required: bool = field(default=False, compare=False)
-
-    def apply(self, traced: Traced) -> Traced:
-        graph = traced.graph
-        plan = plan_padding(graph, rules_of(graph), self._given(graph))
-        padded = tuple(plan.of(value) for value in graph.arguments)
-        if any(padded[k][dim] != of for k, dim, of in self.arguments) or sum(map(bool, chain(*padded))) != len(self.arguments):
-            raise TraceError(f"{_OF_ONE}, and in this one it spreads to other arguments. Search again.")
-        results: list[Extents] = [((),) * graph.values[value].rank for value in graph.results]
-        for result, argument in graph.aliases:
-            results[result] = padded[argument]
-        made = rebuilt(traced, padded_program(traced.jaxpr, plan, results), traced.microbatches)
-        told = f"{self.describe()}{PLACED if self.arguments else ''}", *cut_for(graph, plan)
-        noted = replace(made.graph, assumptions=(*made.graph.assumptions, *dict.fromkeys(told)))
-        return replace(made, graph=noted, padding=padded)
-
-    def _given(self, graph: Graph) -> dict[tuple[int, int], Extent]:
-        given: dict[tuple[int, int], Extent] = {}
-        for each in self.dims:
-            shape = graph.values[each.value].shape if each.value < len(graph.values) else ()
-            size = math.prod(n for n, _ in each.extent)
-            if each.dim >= len(shape) or shape[each.dim] != size:
-                there = f"this one has {shape or 'no array'} there"
-                raise TraceError(f"{_OF_ONE}: {each.name} of size {size} was padded, and {there}. Search again.")
-            given[each.value, each.dim] = each.extent
-        return given
-
-    def json(self) -> dict[str, Any]:
-        dims = [[each.value, each.dim, _parts(each.extent), each.name, each.shards, each.more_work] for each in self.dims]
-        return {"dims": dims, "arguments": [[k, dim, _parts(of)] for k, dim, of in self.arguments]}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        dims = tuple(
-            PaddedDim(int(value), int(dim), _extent(of), str(name), int(shards), float(more))
-            for value, dim, of, name, shards, more in fields["dims"]
-        )
-        return cls(dims, tuple((int(k), int(dim), _extent(of)) for k, dim, of in fields["arguments"]))
-
-    def describe(self) -> str:
-        groups: dict[tuple[Extent, int], list[PaddedDim]] = {}
-        for each in self.dims:
-            groups.setdefault((each.extent, each.shards), []).append(each)
-        return "; ".join(map(_together, groups.values()))
+def _given(rewrite: Padded, graph: Graph) -> dict[tuple[int, int], Extent]:
+    given: dict[tuple[int, int], Extent] = {}
+    for each in rewrite.dims:
+        shape = graph.values[each.value].shape if each.value < len(graph.values) else ()
+        size = math.prod(n for n, _ in each.extent)
+        if each.dim >= len(shape) or shape[each.dim] != size:
+            there = f"this one has {shape or 'no array'} there"
+            raise TraceError(f"{_OF_ONE}: {each.name} of size {size} was padded, and {there}. Search again.")
+        given[each.value, each.dim] = each.extent
+    return given
 
 
 def cut_for(graph: Graph, plan: Plan) -> Iterator[str]:
@@ -128,27 +75,9 @@ def cut_for(graph: Graph, plan: Plan) -> Iterator[str]:
                     )
 
 
-def _together(dims: Sequence[PaddedDim]) -> str:
-    """The sentence of dimensions of one size."""
-    first, more = dims[0], len(dims) - 1
-    others = f" and {more} dimension{'s' if more > 1 else ''} more like it" if more else ""
-    return str(replace(first, name=f"{first.name}{others}", more_work=sum(each.more_work for each in dims)))
-
-
 PLACED = "; strategy.shard and strategy.init give state its padding, and of arrays in their own sizes each step pads and cuts"
 
 _OF_ONE = "a padding is of one program"
-
-
-def _parts(of: Extent) -> list[list[int]]:
-    return [[*part] for part in of]
-
-
-def _extent(parts: Any) -> Extent:
-    found = tuple((int(size), int(padded)) for size, padded in parts)
-    if not all(1 <= size <= padded for size, padded in found):
-        raise ValueError(f"parts of a dimension grow by padding, got {found}")
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,11 +151,11 @@ def padded_alike(traced: Traced, like: Padded, n_arguments: int) -> Padded | Non
         return None
     shards = {each.extent: each.shards for each in like.dims}
 
-    def padded(value: int, dim: int, of: Extent) -> PaddedDim:
+    def of_dim(value: int, dim: int, of: Extent) -> PaddedDim:
         name = f"dimension {dim} of {graph.argument_paths[graph.arguments.index(value)]}"
         return PaddedDim(value, dim, of, name, shards.get(of, 1), more_work(graph, rules, value, dim, of))
 
-    dims = (padded(value, dim, of) for (value, dim), of in given.items())
+    dims = (of_dim(value, dim, of) for (value, dim), of in given.items())
     return Padded(tuple(dims), arguments, like.required)
 
 

@@ -21,7 +21,8 @@ from autoshard.lower.control_flow import FLOWS
 from autoshard.lower.plan import holder_values
 from autoshard.primitives import is_matrix
 from autoshard.rewrite.extents import Extent, Extents, divided, merged, padded_size
-from autoshard.rewrite.padding_contents import UNKNOWN, Content, Contents, Masks, Reading, after, made, masks
+from autoshard.rewrite.padding_contents import UNKNOWN, Content, Contents, Masks, Reading, after, made
+from autoshard.rewrite.padding_masks import masks
 from autoshard.rewrite.padding_rules import takes
 
 PASSES = 8  # until what is known of a loop's carries no longer changes; then nothing is
@@ -99,7 +100,7 @@ class Links:
     def __init__(self, graph: Graph, rules: Sequence[Rule | None]):
         self.graph, self.rules = graph, rules
         self.views = views = holder_values(graph)
-        self.fixed = {*graph.constants, *graph.literals}
+        self.fixed: set[int] = {*graph.constants, *graph.literals}
         self.ops: dict[int, list[Op]] = {}
         self.links: dict[int, list[tuple[int, int]]] = {}  # per value others with their number of further leading dimensions
         for op in graph.walk():

@@ -210,6 +210,10 @@ def _slice(p: Padding, x: Any) -> list[Any]:
     return p.bind(x, limit_indices=limits)
 
 
+def _tile(p: Padding, x: Any) -> list[Any]:
+    return p.bind(x, reps=tuple(m // max(n, 1) for m, n in zip(p.made, x.shape, strict=True)))
+
+
 def _split(p: Padding, x: Any) -> list[Any]:
     axis = p.op.params["axis"]
     sizes = (x.shape[axis],) if len(p.results) == 1 else p.op.params["sizes"]
@@ -303,5 +307,6 @@ _COMPUTED: Mapping[str, Callable[..., list[Any]]] = {
     "random_bits": _random_bits,
     "slice": _slice,
     "split": _split,
+    "tile": _tile,
     **dict.fromkeys(filter(is_scatter, of_kind("scatter")), _scatter),
 }

@@ -48,7 +48,7 @@ class Slots:
     capacity: int
     round: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         wide = jnp.promote_types(jnp.int32, self.sizes.dtype)  # of narrow and unsigned sizes, too, differences are counted
         object.__setattr__(self, "sizes", self.sizes.astype(wide if jnp.issubdtype(self.sizes.dtype, jnp.signedinteger) else jnp.int32))
 

@@ -19,7 +19,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from autoshard.primitives import of_kind
 from autoshard.recompute.flat import Atom
-from autoshard.rewrite.scopes import Wiring, dtype_of, shape_of
+from autoshard.rewrite.scopes import dtype_of, shape_of
+from autoshard.rewrite.wiring import Wiring
 from autoshard.rules.exact_functions import EXACT, quotient
 
 RANK = 30  # axes of the arrays of values; numpy has up to 64

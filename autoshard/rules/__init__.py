@@ -12,6 +12,7 @@ from autoshard.rules import (
     ordering,
     partitioning,
     reduction,
+    ring,
     shape,
     window,
 )
@@ -36,6 +37,7 @@ FAMILIES = (
     ordering,
     partitioning,
     reduction,
+    ring,
     shape,
     window,
 )

@@ -15,7 +15,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from autoshard.rules.declared import Declared, Tensor
 
 
-def on_shards(target: Callable, declared: Declared) -> Callable:
+def on_shards(target: Callable[..., Any], declared: Declared) -> Callable[..., Any]:
     """The function with its rule; mapped by `jax.vmap` it has the rule of independent calls."""
     made = custom_partitioning(lambda *args: target(*args))  # which takes no defaults
     made.def_partition(partition=OnShards(target, declared), sharding_rule=partial(_in_jax, declared))
@@ -49,10 +49,10 @@ def _named(target: Callable, args: tuple) -> list[tuple[str, Any]]:
 class OnShards:
     """The callback of a function with a declared rule: each device calls the function itself. JAX keeps weak references to it."""
 
-    function: Callable
+    function: Callable[..., Any]
     declared: Declared
 
-    def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable, Any, Any]:
+    def __call__(self, mesh: Any, operands: Any, results: Any) -> tuple[Any, Callable[..., Any], Any, Any]:
         shardings = [jax.tree.map(lambda each: each.sharding, side) for side in (results, operands)]
         return mesh, self.function, *shardings
 

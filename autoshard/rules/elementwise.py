@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autoshard.ir import Factor, Rule, Value
+from autoshard.ir import Rule, Value
 from autoshard.primitives import of_kind
-from autoshard.rules.registry import Dim, assemble, free, rule, whole
+from autoshard.rules.registry import assemble, broadcast, free, rule, whole
 
 
 @rule(*of_kind("elementwise"))
@@ -14,12 +14,7 @@ def elementwise(*operands: Value, results: tuple[Value, ...], **_) -> Rule:
     Scalars (a predicate, a bound, a literal) and dimensions of size one are read whole, as in ``([i, j], [])->([i, j])``.
     """
     dims = free(results[0].shape)
-    return assemble([_broadcast(operand, dims) for operand in operands], [dims] * len(results))
-
-
-def _broadcast(operand: Value, dims: list[Factor]) -> list[Dim]:
-    aligned = dims[len(dims) - operand.rank :]
-    return [dim if dim.size == n else () for dim, n in zip(aligned, operand.shape, strict=True)]
+    return assemble([broadcast(operand, dims) for operand in operands], [dims] * len(results))
 
 
 @rule("copy", "device_put", "layout_constraint", "name", "optimization_barrier", "sharding_constraint", "stop_gradient")

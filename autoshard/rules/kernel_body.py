@@ -38,7 +38,7 @@ class Memory:
     prefetched: bool
 
 
-Known = np.ndarray | Memory | frozenset
+Known = np.ndarray | Memory | frozenset[Any]
 """An integer of each program, a reference, or the grid axes from whose positions something else was computed: ``~axis`` where it was looked
 up there in prefetched scalars."""
 

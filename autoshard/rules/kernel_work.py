@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from autoshard.ir import Rule
 from autoshard.ir.kernel import Kernel
-from autoshard.rules import attention
+from autoshard.rules import attention, ring
 from autoshard.rules.avals import aval_of
 from autoshard.rules.declared import declared_of
 from autoshard.rules.kernel_body import LARGEST, NOTHING, Walk
@@ -32,6 +32,8 @@ def kernel_of(eqn: JaxprEqn, unread: tuple[int, ...] = (), constants: Mapping[in
             return _composed(eqn.params["call"]) if given is None else given.kernel(*types)
         case attention.FORWARD | attention.BACKWARD:
             return attention.attention_kernel(name, eqn.params, *types)
+        case ring.FORWARD | ring.BACKWARD:
+            return ring.work(name, eqn.params, types[0])
         case "pallas_call":
             rule = kernel_rule(eqn.params, [aval.shape for aval in types[0]], unread)
             return _pallas(eqn.params, rule, unread, _integers(eqn, constants or {}))

@@ -76,6 +76,12 @@ def whole(shape: Sequence[int]) -> list[Factor]:
     return [Factor(n, "need_replication") for n in shape]
 
 
+def broadcast(operand: Value, dims: Sequence[Factor]) -> list[Dim]:
+    """The entries of an operand whose last dimensions are these factors; dimensions of size one are read whole."""
+    aligned = dims[len(dims) - operand.rank :]
+    return [dim if dim.size == n else () for dim, n in zip(aligned, operand.shape, strict=True)]
+
+
 def reduced(size: int, operator: str, dtype: str) -> Factor:
     """A new reduction factor, or a need-replication one where XLA has no all_reduce with this operator and dtype.
 

@@ -48,7 +48,7 @@ class Guarded:
         jitted: `jax.jit` of the function.
     """
 
-    def __init__(self, function: Callable, **options: Any):
+    def __init__(self, function: Callable[..., Any], **options: Any):
         """``options`` are those of `jax.jit`."""
         self._known: set[tuple] = set()
         self._in_this_thread = threading.local()
@@ -110,13 +110,13 @@ class Repeat:
 
     def __init__(
         self,
-        jitted: Callable,
+        jitted: Callable[..., Any],
         in_tree: Any,
         in_shardings: Sequence[NamedSharding],
         is_state: Sequence[bool],
         paths: Sequence[str],
         donates: bool,
-        ways: tuple[Callable, Callable] | None = None,
+        ways: tuple[Callable[..., Any], Callable[..., Any]] | None = None,
     ):
         self._jitted, self._ways = jitted, ways
         arguments, flat = in_tree.children(), iter(zip(in_shardings, paths, is_state, strict=True))
@@ -137,7 +137,7 @@ class Repeat:
         self._moved = tuple(sorted({*self._moved, *found}))
         return is_first
 
-    def __call__(self, args: tuple) -> Any:
+    def __call__(self, args: tuple[Any, ...]) -> Any:
         """The result, or `UNLIKE` inside a transformation, and where an array is used up while some are donated.
 
         Raises:

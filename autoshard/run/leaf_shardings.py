@@ -31,7 +31,8 @@ def pipeline_meshes(record: Record, devices: Sequence[Any] | None = None) -> tup
     """
     pipeline = record.pipeline
     assert pipeline is not None
-    return stage_meshes([stage.record.mesh for stage in pipeline.stages[: pipeline.n_parts]], devices) * pipeline.chunks
+    meshes = stage_meshes([stage.record.mesh for stage in pipeline.stages[: pipeline.n_parts]], devices)
+    return tuple(meshes[pipeline.part(stage)] for stage in range(len(pipeline.stages)))
 
 
 def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list[NamedSharding]:

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autoshard.ir import Spec
-from autoshard.rewrite import Padded, from_json
+from autoshard.ir import Spec, entry_axes
+from autoshard.ir.rewrites import Padded
 from autoshard.rewrite.extents import Extents, is_suffix, padded_shape, resized
 from autoshard.strategy import Record
 from autoshard.trace import SplitModules
@@ -61,13 +61,13 @@ class Sizes:
             return x
         return _resize(x, self.extents, self._none)
 
-    def own_spec(self, spec: Spec, sizes: Mapping[str, int]) -> tuple:
+    def own_spec(self, spec: Spec, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """The spec in which the array is stored in its own sizes: dimensions with padding are whole, and their axes split others.
 
         Args:
             sizes: of the mesh axes.
         """
-        entries = [_axes(entry) for entry in (*spec, *(None,) * (len(self.own) - len(spec)))]
+        entries = [entry_axes(entry) for entry in (*spec, *(None,) * (len(self.own) - len(spec)))]
         kept = [[] if of else [*axes] for axes, of in zip(entries, self.extents, strict=True)]
         even = sorted((dim for dim, of in enumerate(self.extents) if not of), key=lambda dim: -self.own[dim])
         for axis in (axis for axes, of in zip(entries, self.extents, strict=True) if of for axis in axes):
@@ -79,10 +79,6 @@ class Sizes:
     @property
     def _none(self) -> Extents:
         return ((),) * len(self.own)
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _resize(x: Any, have: Extents, want: Extents) -> Any:
@@ -102,7 +98,7 @@ class PaddedArguments:
     def __init__(self, record: Record):
         self._shapes = [tuple(tensor.shape) for tensor in record.arguments]
         self.leaves: dict[int, Sizes] = {}
-        for rewrite in from_json(record.program.rewrites) if record.program.rewrites else ():
+        for rewrite in record.program.rewrites:
             for position, dim, of in rewrite.arguments if isinstance(rewrite, Padded) else ():
                 self._add(position, dim, of)
 
@@ -132,11 +128,11 @@ class PaddedArguments:
         """Argument leaves, from a position on, without padding."""
         return [self.leaves[k].without_padding(x) if k in self.leaves else x for k, x in enumerate(leaves, first)]
 
-    def as_written(self, args: tuple) -> tuple:
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as the function is written for them: arrays with padding are types without, and all others as they are."""
         return self._other(args, lambda sizes, shape: sizes.own if shape == sizes.padded else shape)
 
-    def as_stored(self, args: tuple) -> tuple:
+    def as_stored(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as the strategy stores them: arrays in their own sizes are types with padding, and all others as they are."""
         return self._other(args, lambda sizes, shape: sizes.padded if shape == sizes.own else shape)
 

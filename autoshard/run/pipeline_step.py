@@ -12,12 +12,16 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.errors import StrategyError
+from autoshard.explanation.explain_pipeline import schedule_as
 from autoshard.judge.model import CostModel
 from autoshard.lower.opaque import ANY_PLATFORM
-from autoshard.pipeline import Cut, Staged, stages_of, with_state_on_hosts
+from autoshard.microbatch import Pass, passes_of
+from autoshard.pipeline.cut import Cut
+from autoshard.pipeline.passes import PipelinedPasses
 from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
-from autoshard.pipeline.schedule import Schedule, Task, schedule_of
+from autoshard.pipeline.schedule import Task
+from autoshard.pipeline.stages import Staged, stages_of, with_state_on_hosts
 from autoshard.rules import rules_of
 from autoshard.run.collecting import rarely_collecting
 from autoshard.run.padded import PaddedArguments, in_own_sizes, own_sharding
@@ -34,7 +38,7 @@ class PipelineStep(Step):
 
     def __init__(
         self,
-        fn: Callable,
+        fn: Callable[..., Any],
         record: Record,
         meshes: Sequence[Mesh],
         lowering: str = "manual",
@@ -51,7 +55,7 @@ class PipelineStep(Step):
         if lowering != "manual":
             raise StrategyError(f"tasks of a pipeline are lowered by 'manual', got lowering={lowering!r}. Leave it out.")
         self._meshes = tuple(meshes)
-        self._running: Pipelined | None = None
+        self._running: PipelinedPasses | None = None
         self._waits = False
 
     def checked(self, *args: Any) -> Any:
@@ -75,20 +79,34 @@ class PipelineStep(Step):
 
     @property
     def staged(self) -> Staged | None:
-        """The stages of the latest call."""
-        return None if self._running is None else self._running.staged
+        """The stages of the latest call; of several passes over the microbatches those of the last one."""
+        return None if self._running is None else self._running.runs[-1].staged
 
     def lower(self, *args: Any, platform: str = ANY_PLATFORM) -> jax.stages.Lowered:
         """Raises `StrategyError`: there is no one program to lower."""
         raise StrategyError("a pipeline has a program for each task, and no one to lower. Use autoshard.verify, which compiles them all.")
 
-    def runs(self, args: tuple) -> bool:
+    def runs(self, args: tuple[Any, ...]) -> bool:
         """Whether the function is its strategy's program for these arguments too."""
         try:
             program_of(self._fn, held(self._plain, args), self._record, before=self._traced)
         except StrategyError:
             return False
         return True
+
+    def _run_of(self, traced: Traced) -> PipelinedPasses:
+        """The pipelines of the step's passes."""
+        record, runs = self._record, []
+        assert record.pipeline is not None
+        found = passes_as(traced, record, record.pipeline)
+        for _, staged, pipeline in found:
+            plans = [plan_of(staged, number, pipeline, mesh) for number, mesh in enumerate(self._meshes)]
+            if self._graphs is not None:
+                for stage, saved in zip(staged.stages, pipeline.stages, strict=True):
+                    save_plan(self._graphs, saved.record, stage.traced.graph, rules_of(stage.traced.graph))
+            with outside_mesh():  # programs of stages are on meshes of their own
+                runs.append(Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options))
+        return PipelinedPasses([each for each, *_ in found], runs)
 
     @rarely_collecting()
     @outside_mesh(keep_auto=True)
@@ -100,16 +118,8 @@ class PipelineStep(Step):
             )
         record = self._record
         traced, _, _ = program_of(self._fn, args, record, self._weak_before(args), self._traced)
-        pipeline = record.pipeline
-        assert pipeline is not None
         check_effects(traced.graph, record.mesh.size)
-        staged = staged_as(traced, record, pipeline)
-        plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(self._meshes)]
-        if self._graphs is not None:
-            for stage, saved in zip(staged.stages, pipeline.stages, strict=True):
-                save_plan(self._graphs, saved.record, stage.traced.graph, rules_of(stage.traced.graph))
-        with outside_mesh():  # programs of stages are on meshes of their own
-            run = self._running = Pipelined(staged, plans, schedule_as(record, pipeline), self._compiler_options)
+        run = self._running = self._run_of(traced)
 
         def placed(*arguments: Any) -> list[Any]:
             return run.of_placed(list(arguments), self._waits)
@@ -131,14 +141,13 @@ class PipelineStep(Step):
         return Program(traced, step, in_shardings, is_state)
 
 
-def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMesh) -> StagePlan:
+def plan_of(staged: Staged, number: int, pipeline: PipelineRecord, mesh: Mesh | AbstractMesh) -> StagePlan:
     """What a record has of a stage, on a mesh.
 
     Raises:
         StrategyError: the record's stage is another program.
     """
-    assert record.pipeline is not None
-    stage, own = staged.stages[number], record.pipeline.stages[number].record
+    stage, own = staged.stages[number], pipeline.stages[number].record
     graph = stage.traced.graph
     check_program(own, graph, rules_of(graph))
     cluster = Cluster.from_dict(own.cluster)
@@ -146,13 +155,26 @@ def plan_of(staged: Staged, number: int, record: Record, mesh: Mesh | AbstractMe
     return StagePlan(own.assignment, mesh, path, compiler_of(cluster).demotes_operands)  # pyright: ignore[reportArgumentType]
 
 
-def staged_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> Staged:
-    """The stages of a program as a record has them."""
-    n, rows = len(pipeline.stages), [k for k, stage in enumerate(pipeline.argument_stages) if stage == BY_ROWS]
-    staged = stages_of(traced, n, record.program.microbatches, Cut(n, pipeline.cut), rows)
-    return with_state_on_hosts(staged, record.program.offload)
+def passes_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> list[tuple[Pass, Staged, PipelineRecord]]:
+    """The passes over the microbatches of a program, usually one, and the stages of each, as a record has them.
+
+    Raises:
+        StrategyError: the program has another number of passes.
+    """
+    passes = passes_of(traced, record.program.microbatches)
+    if len(passes) != len(pipeline.passes):
+        raise StrategyError(
+            f"a pipeline goes over the microbatches as often as its step has to: got a strategy of {len(pipeline.passes)} passes for a "
+            f"step of {len(passes)}. Search again."
+        )
+    return [(each, _staged_as(each, record, own), own) for each, own in zip(passes, pipeline.passes, strict=True)]
 
 
-def schedule_as(record: Record, pipeline: PipelineRecord) -> Schedule:
-    """The schedule of a record."""
-    return schedule_of(pipeline.schedule, pipeline.n_parts, record.program.microbatches, pipeline.chunks)
+def _staged_as(own: Pass, record: Record, pipeline: PipelineRecord) -> Staged:
+    """The stages of one pass."""
+    n = len(pipeline.stages)
+    rows = pipeline.rows or [k for k, stage in enumerate(pipeline.argument_stages) if stage == BY_ROWS]
+    rows = pipeline.rows if own.traced.gathers is not None else rows
+    staged = stages_of(own.traced, n, record.program.microbatches, Cut(n, pipeline.cut), rows)
+    return with_state_on_hosts(staged, [place for place, k in enumerate(own.operands) if k in record.program.offload])
+

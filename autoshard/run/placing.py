@@ -61,13 +61,13 @@ def apart(leaves: Sequence[Any], there: Sequence[Any], seen: set[int]) -> list[A
 
 def by_devices(shardings: Sequence[Sharding]) -> list[list[int]]:
     """The positions of shardings on the same devices: one program cannot read arrays of different ones."""
-    groups: dict[frozenset, list[int]] = {}
+    groups: dict[frozenset[Any], list[int]] = {}
     for place, sharding in enumerate(shardings):
         groups.setdefault(frozenset(sharding.device_set), []).append(place)
     return list(groups.values())
 
 
-def sharded_leaves(function: Callable, args: tuple, shardings: Sequence[NamedSharding]) -> list[Any]:
+def sharded_leaves(function: Callable[..., Any], args: tuple[Any, ...], shardings: Sequence[NamedSharding]) -> list[Any]:
     """The leaves of what ``function(*args)`` makes, each made already sharded: by one program for each set of devices that has some."""
     leaves: list[Any] = [None] * len(shardings)
     for places in by_devices(shardings):

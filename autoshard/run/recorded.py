@@ -12,20 +12,21 @@ import numpy as np
 
 from autoshard.cluster import Cluster
 from autoshard.ir import Layout, Mesh, Spec, layout_to_spec, result_layouts, spec_to_layout
-from autoshard.rewrite import Rewrite, to_json
+from autoshard.ir.rewrites import Rewrite
 from autoshard.run.structure import describe
 from autoshard.run.tracing import TracedOnce
 from autoshard.search import Solution
-from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord, version
+from autoshard.strategy import Program, Provenance, Record, SearcherRecord, TensorRecord
 from autoshard.trace import SplitModules, Traced
+from autoshard.version import __version__
 
-Call = tuple[Callable, tuple]
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
 WRITTEN_BACK = "result and updates of NNX objects"
 
 
-def abstract_call(fn: Callable, args: tuple, rewrites: tuple[Rewrite, ...] = ()) -> Call:
+def abstract_call(fn: Callable[..., Any], args: tuple[Any, ...], rewrites: tuple[Rewrite, ...] = ()) -> Call:
     """The call with the types of its arrays, also of those in NNX and Equinox modules, so that no array is kept alive.
 
     Args:
@@ -73,13 +74,8 @@ def record_of(
             fingerprint=graph.fingerprint,
             n_ops=len(graph.walk()),
             n_values=len(graph.values),
-            microbatches=traced.microbatches,
-            remat=traced.remat,
-            offload=traced.offload,
-            stages=traced.stages,
-            rounds=traced.rounds,
+            rewrites=traced.rewrites,
             batch=traced.batch,
-            rewrites=to_json(traced.rewrites),
         ),
         cluster=cluster.to_dict(),
         mesh=mesh,
@@ -98,7 +94,7 @@ def record_of(
         donate_argnums=traced.donate_argnums,
         assumptions=(*graph.assumptions, *notes, *solution.notes),
         stats=solution.stats,
-        provenance=Provenance(autoshard=version(), jax=jax.__version__),
+        provenance=Provenance(autoshard=__version__, jax=jax.__version__),
     )
 
 

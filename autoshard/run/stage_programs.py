@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.explanation.explain_pipeline import schedule_as
 from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
 from autoshard.pipeline.schedule import pieces_in_flight
 from autoshard.pipeline.tasks import all_programs
-from autoshard.run.pipeline_step import plan_of, schedule_as, staged_as
+from autoshard.run.pipeline_step import passes_as, plan_of
 from autoshard.run.step import program_of
 from autoshard.strategy import Record
 from autoshard.trace import Traced
@@ -28,7 +29,7 @@ class StagePrograms:
 def stage_programs(
     fn: Callable, args: tuple, record: Record, traced: Traced | None, meshes: Sequence[Mesh | AbstractMesh], platform: str | None
 ) -> Iterator[StagePrograms]:
-    """Each stage's programs, lowered.
+    """Each stage's programs, lowered; of several passes over the microbatches those of each, one after the other.
 
     Args:
         meshes: of the stages.
@@ -40,9 +41,10 @@ def stage_programs(
     pipeline = record.pipeline
     assert pipeline is not None
     whole, _, _ = program_of(fn, args, record, before=traced)
-    staged, schedule = staged_as(whole, record, pipeline), schedule_as(record, pipeline)
-    alive, n = pieces_in_flight(schedule), schedule.n_microbatches
-    plans = [plan_of(staged, number, record, mesh) for number, mesh in enumerate(meshes)]
-    for number, programs in enumerate(all_programs(staged, plans, schedule)):
-        stage, plan, saved = staged.stages[number], plans[number], pipeline.stages[number]
-        yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, alive[number], platform))
+    for _, staged, own in passes_as(whole, record, pipeline):
+        schedule = schedule_as(record, own)
+        alive, n = pieces_in_flight(schedule), schedule.n_microbatches
+        plans = [plan_of(staged, number, own, mesh) for number, mesh in enumerate(meshes)]
+        for number, programs in enumerate(all_programs(staged, plans, schedule)):
+            stage, plan, saved = staged.stages[number], plans[number], own.stages[number]
+            yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, alive[number], platform))

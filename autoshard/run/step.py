@@ -18,16 +18,16 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, get_abstract_mesh
 
 from autoshard.cluster import CATALOGUE, Cluster
+from autoshard.cluster.catalogue import Entry
 from autoshard.compilers import TARGETS
+from autoshard.cost.narrow_sums import crossings
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Rule
+from autoshard.ir.rewrites import Microbatches, Offload
 from autoshard.judge.model import CostModel
 from autoshard.lower import HOST, ReshardPath, abstract_mesh, constrained, derived_from, lowering_mesh, manual_program, obstacle
 from autoshard.lower.opaque import ANY_PLATFORM, traced_without_kernels
-from autoshard.microbatch import microbatched
-from autoshard.pipeline.one_program import in_one_program
-from autoshard.recompute import offloaded, rematerialised
-from autoshard.rewrite import divided, from_json, rewritten
+from autoshard.rewrite import rewritten
 from autoshard.rules import rules_of
 from autoshard.run.calls import UNLIKE, Guarded, Repeat, is_traced
 from autoshard.run.collecting import rarely_collecting
@@ -56,7 +56,7 @@ class Program:
     """
 
     traced: Traced
-    call: Callable
+    call: Callable[..., Any]
     in_shardings: tuple[NamedSharding, ...]
     is_state: tuple[bool, ...]
     jitted: Guarded | None = None
@@ -70,34 +70,38 @@ class Sharded:
     donate_argnums: tuple[int, ...]
 
 
-def several(positions: int | Sequence[int]) -> tuple:
+def several(positions: int | Sequence[int]) -> tuple[Any, ...]:
     """Positions of arguments, one or several, as a tuple of what was given."""
     return tuple(positions) if isinstance(positions, Sequence) and not isinstance(positions, str) else (positions,)
 
 
-def plain(fn: Callable | Sharded | TracedOnce) -> Callable:
+def plain(fn: Callable[..., Any] | Sharded | TracedOnce) -> Callable[..., Any]:
     """The function without any sharding of ours: what a search, or another strategy, starts from."""
     return plain(fn.__wrapped__) if isinstance(fn, Sharded | TracedOnce) else fn
 
 
-def bucket_options(platform: str, bucket_bytes: int | None) -> Options:
-    """A compiler's options with which one collective combines at most so many bytes; none where it decides.
+def platform_options(platform: str, bucket_bytes: int | None = None) -> Options:
+    """The options of a platform's compiler with which a step is compiled.
+
+    Args:
+        bucket_bytes: how many bytes one collective combines at most; None leaves that to the compiler.
 
     Raises:
         StrategyError: the bytes are no whole number, or negative.
 
-    >>> bucket_options("tpu", 2**20)
+    >>> platform_options("tpu", 2**20)
     {'xla_jf_crs_combiner_threshold_in_bytes': 1048576}
     """
+    compiler = TARGETS.get(platform)
+    options = dict(compiler.options) if compiler else {}
     if bucket_bytes is None:
-        return {}
+        return options
     if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < 0:
         raise StrategyError(f"bucket_bytes is a whole number of bytes, 0 or more, got {bucket_bytes!r}. Use 32 * 2**20, for instance.")
-    compiler = TARGETS.get(platform)
     if compiler is None or not compiler.bucket_limits:
         warnings.warn(f"bucket_bytes limits what compilers for TPUs and GPUs combine, and has no effect on {platform!r}.", stacklevel=3)
-        return {}
-    return dict.fromkeys(compiler.bucket_limits, bucket_bytes)
+        return options
+    return {**options, **dict.fromkeys(compiler.bucket_limits, bucket_bytes)}
 
 
 class Step(Sharded):
@@ -108,7 +112,7 @@ class Step(Sharded):
 
     def __init__(
         self,
-        fn: Callable,
+        fn: Callable[..., Any],
         record: Record,
         mesh: Mesh | None,
         lowering: str = "manual",
@@ -139,7 +143,7 @@ class Step(Sharded):
         self._fn, self._plain = fn, plain(fn)
         self._ordered = Positional(fn)
         self._record = record
-        self.donate_argnums = record.donate_argnums
+        self.donate_argnums: tuple[int, ...] = record.donate_argnums
         self._mesh = mesh
         self._traced = traced
         self._programs: dict[Any, Program] = {}
@@ -151,7 +155,7 @@ class Step(Sharded):
         result = self.again(args, kwargs)
         return self.anew(args, kwargs) if result is UNLIKE else result
 
-    def again(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result for arguments like those of the call before; `UNLIKE` where they are not, or where there was none."""
         if (repeat := self._repeat) is None:
             return UNLIKE
@@ -167,7 +171,7 @@ class Step(Sharded):
         except Repeat.FAILURES:
             return UNLIKE
 
-    def anew(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    def anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The result for any arguments, each of which is looked at."""
         args = held(self._plain, self._ordered(args, kwargs))
         program, pure = self._program(args)
@@ -217,7 +221,7 @@ class Step(Sharded):
             save_text(self._graphs, self._record.program, "lowered.mlir", lowered.as_text())
         return lowered
 
-    def runs(self, args: tuple) -> bool:
+    def runs(self, args: tuple[Any, ...]) -> bool:
         """Whether the function is its strategy's program for these arguments too, such as modules that were made again."""
         try:
             self._program(held(self._plain, args))
@@ -225,7 +229,7 @@ class Step(Sharded):
             return False
         return True
 
-    def program(self, *args: Any) -> tuple[Program, tuple]:
+    def program(self, *args: Any) -> tuple[Program, tuple[Any, ...]]:
         """What runs for arguments like these, and the arguments as pytrees of arrays."""
         return self._program(held(self._plain, args))
 
@@ -248,7 +252,7 @@ class Step(Sharded):
         check_effects(graph, record.mesh.size)
         manual = self._lowering != "constraints" and not differentiable and obstacle(graph, abstract_mesh(record.mesh)) is None
         entry = CATALOGUE.get(Cluster.from_dict(record.cluster).device.name)
-        device = entry and AbstractDevice(device_kind=entry.jax_kinds[0], num_cores=entry.cores or None, platform=entry.device.kind)
+        device = entry and _abstract_device(entry)
         mesh = lowering_mesh(record.mesh, graph, device, manual) if self._mesh is None else self._mesh
         flat = self._flat(traced, rules, path, mesh, differentiable)
 
@@ -297,7 +301,13 @@ class Step(Sharded):
         constraints = functools.partial(constrained, *program, differentiable=differentiable and not as_written)
         acts = any(op.equation is not None and op.equation.effects for op in graph.walk())
         by_constraints = self._lowering == "constraints" or obstacle(graph, mesh) is not None or (differentiable and acts)
-        found = constraints() if by_constraints else manual_program(*program)
+        narrow = crossings(Cluster.from_dict(self._record.cluster).links(self._record.mesh), self._record.mesh.names)
+        if narrow and by_constraints:
+            raise StrategyError(
+                "sums in a narrow type are part of the manual lowering, and this step is lowered by sharding constraints, for which XLA "
+                "makes the sums. Search without slow_reduction, or leave out lowering='constraints'."
+            )
+        found = constraints() if by_constraints else manual_program(*program, narrow=narrow)
         if as_written and before is not None:  # its loops of further rounds have no derivatives
             return derived_from(found, lambda: jaxpr_as_fun(before.jaxpr))
         return derived_from(found, constraints) if differentiable and not by_constraints else found
@@ -311,7 +321,7 @@ class Step(Sharded):
 
 
 def program_of(
-    fn: Callable, args: tuple, record: Record, weak: Sequence[bool] | None = None, before: Traced | None = None
+    fn: Callable[..., Any], args: tuple[Any, ...], record: Record, weak: Sequence[bool] | None = None, before: Traced | None = None
 ) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
     """The traced function, its rules, and the steps of its reshards.
 
@@ -329,17 +339,14 @@ def program_of(
 
     def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
         traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.all_names, before=before)
-        traced = rewritten(with_named_batch(traced, record.program.batch), from_json(record.program.rewrites))
-        traced = rematerialised(traced, record.program.remat)
-        if record.program.stages > 1:
-            how = record.program.stages, record.program.microbatches, record.program.rounds
-            traced = divided(traced, lambda one: in_one_program(one, *how))
-        elif record.pipeline is None:
-            traced = divided(traced, functools.partial(microbatched, n=record.program.microbatches))
-        if record.pipeline is None:  # stages have their own
-            traced = offloaded(traced, record.program.offload)
+        own = record.program.rewrites
+        if record.pipeline is not None:  # stages have their own
+            own = tuple(each for each in own if not isinstance(each, Microbatches | Offload))
+        traced = rewritten(with_named_batch(traced, record.program.batch), own)
         graph, rules = traced.graph, rules_of(traced.graph)
         check_program(record, graph, rules)
+        if record.pipeline is not None:  # stages have their own meshes, and send each other what they have
+            return traced, rules, lambda *_: ()
         model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
         return traced, rules, model.reshard_paths(graph.values)
 
@@ -358,6 +365,13 @@ def program_of(
 def _typed(x: Any, weak: bool) -> Any:
     """An array as its shape and type, weak or not; anything else as it is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else x
+
+
+def _abstract_device(entry: Entry) -> AbstractDevice:
+    """The device without a device; JAX 0.10.0 does not name its platform."""
+    facts = {"device_kind": entry.jax_kinds[0], "num_cores": entry.cores or None, "platform": entry.device.kind}
+    known = inspect.signature(AbstractDevice).parameters
+    return AbstractDevice(**{name: value for name, value in facts.items() if name in known})
 
 
 def _explicit_mesh() -> Mesh | None:
@@ -384,7 +398,7 @@ def check_effects(graph: Graph, n_devices: int) -> None:
         )
 
 
-def call_type(args: tuple) -> tuple:
+def call_type(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """What tells programs apart: the arguments' structure, and the leaves' shapes and dtypes."""
     leaves, tree = jax.tree.flatten(args)
     return tree, tuple(map(_leaf_type, leaves))
@@ -406,11 +420,11 @@ def _leaf_type(x: Any) -> tuple:
 class Positional:
     """The order of a function's parameters: from a call's arguments, some by keyword, to all of them by position."""
 
-    def __init__(self, fn: Callable):
+    def __init__(self, fn: Callable[..., Any]):
         self._fn = fn
         self._names: dict[tuple, tuple[str, ...]] = {}  # per number of arguments and set of keywords these in order
 
-    def __call__(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in the order of the function's parameters.
 
         Raises:

@@ -7,7 +7,8 @@ from typing import Any
 
 from autoshard.compilers import Compiler
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.rewrite import Rewrite, rewritten
+from autoshard.ir.rewrites import Rewrite
+from autoshard.rewrite import rewritten
 from autoshard.trace import Traced
 
 
@@ -20,7 +21,7 @@ class TracedOnce:
         rewrites: what its program is rewritten by.
     """
 
-    def __init__(self, fn: Callable, rewrites: tuple[Rewrite, ...] = ()):
+    def __init__(self, fn: Callable[..., Any], rewrites: tuple[Rewrite, ...] = ()):
         self.__wrapped__ = fn
         self.rewrites = rewrites
         self._traces: dict[Hashable, Traced] = {}
@@ -30,7 +31,7 @@ class TracedOnce:
         return self.__wrapped__(*args)
 
     @property
-    def alone(self) -> Callable:
+    def alone(self) -> Callable[..., Any]:
         """The function without its traces, for other arguments."""
         return TracedOnce(self.__wrapped__, self.rewrites) if self.rewrites else self.__wrapped__
 

@@ -4,11 +4,12 @@
 member that comes first. So no member's answer is better. The lower bound is the greatest that any member proves, since bounds are over all
 assignments of the mesh.
 
-*Members.* All baselines are run. Automatic searchers, which all minimise the judge's objective, are run until an answer is *settled*: the
-cluster waits for all collectives but permutes, the objective is within `Budgets.settled_gap` of the lower bound, and so is the makespan of
-the objective. No other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives
-that compilers combine or narrow. Where layers are equal and one found nothing within the memory limit, the next ones would try the same
-prices of bytes on the same layers, and are not run unless nothing is found on any mesh.
+*Members.* The first one is run, then all others at the same time (`autoshard.concurrency`), with what it knows. All baselines are run.
+Automatic searchers, which all minimise the judge's objective, are run unless the first one's answer is *settled*: the cluster waits for all
+collectives but permutes, the objective is within `Budgets.settled_gap` of the lower bound, and so is the makespan of the objective. No
+other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives that compilers
+combine or narrow. Where layers are equal and it found nothing within the memory limit, the others would try the same prices of bytes on the
+same layers, and are not run unless nothing is found on any mesh.
 
 *Last resort.* Where no member finds anything within the memory limit, integer programming searches, if the problem is small. A search of
 several meshes runs it once for all of them (`integer_programming.LastResort`).
@@ -22,14 +23,18 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar
 
 from autoshard.budgets import BUDGETS
+from autoshard.concurrency import thread_seconds, together
 from autoshard.cost.record import Cost
 from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError
+from autoshard.ir import Assignment
+from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
 from autoshard.memory_limit.lagrangian import nothing_fits
 from autoshard.problem import NO_HINTS, Hints, Problem
@@ -83,6 +88,11 @@ class Auto(Searcher):
         """The portfolio with the time limit given to the last resort too, which calls no progress callback while it solves a model."""
         return self if self.last_resort is None else replace(self, last_resort=self.last_resort.limited(seconds))
 
+    def for_other_forms(self, hints: Hints) -> Auto:
+        """The portfolio without the member that takes longest, tensor parallelism, where that was far from the best."""
+        few = tuple(member for member in self.members if not member.differs_by_mesh)
+        return self if hints.near_tensor_parallel else replace(self, members=few)
+
     def without_last_resort(self) -> Auto:
         """The members alone."""
         return replace(self, last_resort=None)
@@ -99,27 +109,37 @@ class Auto(Searcher):
         in_vain = False  # whether automatic members have found nothing within the limit
         too_large: list[SearchLimitError] = []
         share = 1 / (1 + len(self.members))  # of the progress, a member's; the last is for hidden communication
-        for number, member in enumerate(self.members):
+
+        def tried(number: int, known: Hints) -> Callable[[bool], _Tried]:
+            return partial(_tried, self.members[number], problem, known, part(progress, number * share, share))
+
+        computed = thread_seconds()
+        for numbers in (range(1), range(1, len(self.members))):  # the others at the same time, all with what the first one knows
             folded = in_vain and symmetry.apply(problem) is not None
-            if member.automatic and (folded or any(_settled(problem, solution) for solution, _ in found)):
-                continue
-            own = part(progress, number * share, share)
-            own(member.name, 0.0)
-            try:
-                least = min((solution.judgement.cost.objective_seconds for solution, _ in found), default=hints.least)
-                known = hints if member.automatic else replace(hints, least=min(least, hints.least))
-                found.append((member.solve(problem, own, known), member))
-                hints = replace(found[-1][0].hints, least=hints.least)
-                in_vain = in_vain and not member.automatic
-            except OutOfTime:
-                raise
-            except SearchLimitError as error:
-                too_large.append(error)
-            except InfeasibleError as error:
-                if error.proven:
-                    raise
-                refused.append(error)
-                in_vain = in_vain or (member.automatic and not any(one.automatic for _, one in found))
+            settled = any(_settled(problem, solution) for solution, _ in found)
+            left = [number for number in numbers if not (self.members[number].automatic and (folded or settled))]
+            least = min((solution.judgement.cost.objective_seconds for solution, _ in found), default=hints.least)
+            knowing = replace(hints, least=min(least, hints.least))
+            tasks = [tried(number, hints if self.members[number].automatic else knowing) for number in left]
+            for number, outcome in zip(left, together(tasks, seconds=thread_seconds() - computed), strict=True):
+                member = self.members[number]
+                if isinstance(outcome, Solution):
+                    problem.tell(outcome.judgement)
+                    found.append((outcome, member))
+                    if member.automatic:
+                        hints = replace(outcome.hints, least=hints.least)
+                    in_vain = in_vain and not member.automatic
+                elif isinstance(outcome, SearchLimitError):
+                    too_large.append(outcome)
+                elif isinstance(outcome, _Ended):
+                    if outcome.best is not None:
+                        problem.tell(outcome.best)
+                    raise outcome.error
+                else:
+                    if outcome.proven:
+                        raise outcome
+                    refused.append(outcome)
+                    in_vain = in_vain or (member.automatic and not any(one.automatic for _, one in found))
         if not found and refused and self.last_resort is not None:
             with suppress(InfeasibleError, SearchLimitError):
                 if (again := self.solve_again(problem, progress, hints)) is not None:
@@ -208,6 +228,52 @@ class Auto(Searcher):
             charged = ", ".join(f"{kind} {format_percent(share)}" for kind, share in sorted(shares.items()))
             note = f"searched once more with collectives charged the part of their time that does not hide behind compute: {charged}"
             yield replace(solution, judgement=judgement, lower_bound_seconds=bound, notes=(*solution.notes, note)), member
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """The end of a search whose time is over, with the fastest answer within the memory limit by then, if there was one."""
+
+    error: OutOfTime
+    best: Judgement | None
+
+
+@dataclass(slots=True)
+class _Watch:
+    """An observer of a problem in another process: the clock is its own observer's, and the fastest answer within the limit is kept."""
+
+    problem: Problem
+    best: Judgement | None = None
+
+    def check(self, *_: object) -> None:
+        self.problem.check()
+
+    def judged(self, judgement: Judgement) -> None:
+        cost, limit = judgement.cost, self.problem.memory_limit_bytes
+        fits = limit is None or cost.peak_bytes <= limit
+        if fits and (self.best is None or cost.makespan_seconds < self.best.cost.makespan_seconds):
+            self.best = judgement
+
+    def noted(self, found: Callable[[], Assignment]) -> None: ...
+
+    def hinted(self, hints: Hints) -> None: ...
+
+
+_Tried = Solution | SearchLimitError | InfeasibleError | _Ended
+"""What comes of a member."""
+
+
+def _tried(member: Searcher, problem: Problem, hints: Hints, progress: Progress, is_here: bool) -> _Tried:
+    """A member's answer, or why there is none."""
+    watch = _Watch(problem)
+    own, report = (problem, progress) if is_here else (problem.observed_by(watch), watch.check)
+    report(member.name, 0.0)
+    try:
+        return member.solve(own, report, hints)
+    except OutOfTime as error:
+        return _Ended(error, watch.best)
+    except (SearchLimitError, InfeasibleError) as error:
+        return error
 
 
 def _of(found: int, refused: int) -> str:

@@ -57,7 +57,7 @@ class FullySharded(Searcher):
 
     stage: int = 3
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3):
             raise ShardingError(f"FullySharded has stages 1, 2 and 3 (ZeRO's), got {self.stage!r}.")
 
@@ -295,6 +295,16 @@ def alike_arguments(graph: Graph, dim: int, state: Collection[int]) -> Iterator[
         sizes = [graph.values[value].shape[dim] for value in group]
         commonest = max(dict.fromkeys(sizes), key=sizes.count)
         yield [value for value, size in zip(group, sizes, strict=True) if size == commonest]
+
+
+def widest(problems: Sequence[Problem]) -> int:
+    """The first problem on whose mesh the batch is split over most devices: on one axis there may be more devices than examples."""
+
+    def n_shards(problem: Problem) -> int:
+        batches, sizes = _batches(problem, 0, problem.graph.without_examples(0)), problem.mesh.sizes
+        return max((shards(layout, sizes) for batch in batches for layout in batch.values()), default=1)
+
+    return max(range(len(problems)), key=lambda number: (n_shards(problems[number]), -number))
 
 
 def _split(problem: Problem, value: int, dim: int) -> Layout:

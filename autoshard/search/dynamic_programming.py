@@ -34,7 +34,7 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Buffer
+from autoshard.compilers.buffers import Buffer
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.inference.model import Messages
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing

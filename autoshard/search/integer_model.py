@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Peak
+from autoshard.compilers.buffers import Peak
 from autoshard.errors import SearchLimitError
 from autoshard.inference.reparametrisation import Reparametrisation
 from autoshard.problem import MemoryTables, Problem
@@ -151,7 +151,7 @@ class Model:
     """
 
     def __init__(self, moved: Reparametrisation, slack: float, max_variables: int, limited: bool = False):
-        self.bound = moved.bound
+        self.bound: float = moved.bound
         self.kept = [np.flatnonzero(reduced <= slack) for reduced in moved.reduced]
         sizes = [len(labels) for labels in self.kept]
         self.offsets = np.concatenate(([0], np.cumsum(sizes)))

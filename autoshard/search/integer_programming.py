@@ -29,7 +29,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Peak, peaks_above
+from autoshard.compilers.buffer_assignment import peaks_above
+from autoshard.compilers.buffers import Peak
 from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.inference.reparametrisation import Reparametrisation, reparametrise
 from autoshard.judge.evaluate import Judgement

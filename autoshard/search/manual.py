@@ -41,7 +41,7 @@ class Manual(Searcher):
 
     in_specs: Mapping[str, Spec] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.in_specs, Mapping):
             raise ShardingError(
                 f"Manual takes specs by argument path or pattern, as in {{'state.params*': P('data')}}, got {self.in_specs!r}. For specs "

@@ -7,6 +7,7 @@ kept where the judge predicts a shorter step within the memory limit.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from autoshard.analysis.partial_sums import late_sums
 from autoshard.compilers.program_facts import ProgramFacts
@@ -56,7 +57,7 @@ def _windowed(facts: ProgramFacts, model: CostModel, judgement: Judgement, limit
 def _windows(facts: ProgramFacts, model: CostModel, assignment: Assignment) -> list[list[Window]]:
     """The windows that could hide permutes which the compiler waits for, in groups of equal ones."""
     late = late_sums(facts.graph, facts.rules, assignment, facts.sums).values
-    groups: dict[tuple, list[Window]] = {}
+    groups: dict[tuple[Any, ...], list[Window]] = {}
     for window in Windows(facts.graph, facts.rules, assignment, model.reshard_paths(facts.graph.values), facts.readers, late).all():
         step, choice = model.window_step(facts.graph.values[window.value], window), assignment.choice(window.op.index)
         hides = model.window_seconds(facts, window.op, choice, window) > LEAST_HIDDEN * step.seconds

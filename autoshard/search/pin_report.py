@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from autoshard.ir import NOWHERE
 from autoshard.ir.naming import Names, pattern
@@ -52,7 +53,7 @@ def _pin_names(problem: Problem, sources: Sources) -> dict[int, str]:
     """The name of each pinned variable; equal shapes with equal pins, such as a weight and its moments, count as one pin."""
     graph, names = problem.graph, {}
     paths = dict(zip(graph.arguments, graph.argument_paths, strict=True))
-    alike: dict[tuple, list[str]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     keys = {}
     for index in {source for reached in sources for source in reached.values()}:
         variable = problem.decisions.variables[index]

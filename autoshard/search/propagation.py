@@ -57,7 +57,7 @@ class Propagation:
     kept: dict[int, Layout] = field(default_factory=dict)
     sums: set[int] = field(default_factory=set)
     along: dict[int, Layout] = field(default_factory=dict)
-    chosen: dict[tuple, Choice] = field(default_factory=dict)
+    chosen: dict[tuple[Any, ...], Choice] = field(default_factory=dict)
 
     def found(self) -> dict[str, Any]:
         """All but the problem: what the problem keeps does not refer to it, so that it is freed with its tables once nobody uses it."""

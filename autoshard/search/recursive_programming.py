@@ -29,7 +29,7 @@ from typing import ClassVar
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Buffer
+from autoshard.compilers.buffers import Buffer
 from autoshard.errors import SearchLimitError
 from autoshard.inference.elimination import Eliminator
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
@@ -117,7 +117,7 @@ class Descent:
         self.searcher = searcher
         self.problem = problem
         self.progress = progress
-        self.eliminate = Eliminator(searcher.max_entries)
+        self.eliminate: Eliminator = Eliminator(searcher.max_entries)
         self.fixing = fixing
         self.start = start
         self.judged: dict[tuple[Label, ...], Judgement] = {}
@@ -155,7 +155,7 @@ class Descent:
     def _free(self, axis: int, labels: list[Label], prices: Mapping[Buffer, float]) -> tuple[list[Label], float]:
         """The best labels when one axis is free, and the seconds gained (0.0: nothing better than a rounding error)."""
         tables = self.problem.tables((axis,), labels, prices)
-        self.n_free_variables = max(self.n_free_variables, sum(len(options) > 1 for options in tables.labels))
+        self.n_free_variables: int = max(self.n_free_variables, sum(len(options) > 1 for options in tables.labels))
         found, cost = self._minimum(tables)
         chosen = tables.at(found)
         if chosen == labels:
@@ -174,7 +174,7 @@ class Descent:
             self.width = max(self.width, found.width)
             return found.labels, found.cost
         labels, _, _ = self.fixing.solve(tables)
-        self.width = self.fixing.width
+        self.width: int = self.fixing.width
         cost, before = (tables.energy(one) for one in (labels, tables.incumbent))
         return (labels, cost) if cost < before else (tables.incumbent, before)
 

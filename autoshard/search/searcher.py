@@ -77,6 +77,10 @@ class Searcher(ABC):
         """The searcher with a time limit of its own; itself where its progress callback is called often enough to end it."""
         return self
 
+    def for_other_forms(self, hints: Hints) -> Searcher:
+        """The searcher for another form of a program of which one was searched, with the hints of that search."""
+        return self
+
     def without_last_resort(self) -> Searcher:
         """The searcher without its last resort."""
         return self
@@ -103,7 +107,7 @@ class AdaptedSearcher(Searcher):
     __slots__ = ("automatic", "name", "searcher")
 
     def __init__(self, searcher: Any):
-        self.searcher = searcher
+        self.searcher: Any = searcher
         self.name = str(getattr(searcher, "name", type(searcher).__name__))  # pyright: ignore[reportAttributeAccessIssue]
         self.automatic = bool(getattr(searcher, "automatic", False))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -23,12 +23,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from autoshard.budgets import BUDGETS
-from autoshard.compilers.buffer_assignment import Buffer
+from autoshard.compilers.buffers import Buffer
 from autoshard.errors import ShardingError
 from autoshard.inference.elimination import Eliminator
 from autoshard.inference.model import PairwiseModel
@@ -195,7 +195,7 @@ class _OneAxis:
         """Sets the best labels of the reached variables, given those of all others; exact while the tables stay small."""
         alone = {label: np.array([label]) for label in set(self.now)}
         kept = [self.kept.get(variable) if variable in self.sources else alone[label] for variable, label in enumerate(self.now)]
-        slices: dict[tuple, np.ndarray] = {}  # by identities: equal slices are one array, whose eliminations are not repeated
+        slices: dict[tuple[Any, ...], np.ndarray] = {}  # by identities: equal slices are one array, whose eliminations are not repeated
 
         def sliced(table: np.ndarray, *rows: np.ndarray | None) -> np.ndarray:
             key = id(table), *map(id, rows)

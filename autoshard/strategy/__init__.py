@@ -14,7 +14,6 @@ from autoshard.strategy.record import (
     SearcherRecord,
     StageRecord,
     TensorRecord,
-    version,
 )
 from autoshard.strategy.trail import Tried
 
@@ -36,5 +35,4 @@ __all__ = [
     "load_record",
     "save_record",
     "to_json",
-    "version",
 ]

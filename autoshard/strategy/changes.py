@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from autoshard.strategy.reader import Node
+from autoshard.reader import Node
 
 NEAR = 32  # lines before, that a line may refer to: convolutional networks have 20 collectives a block
 

@@ -10,12 +10,12 @@ from autoshard.cost.record import Cost, Recomputation
 from autoshard.ir import Collective, Mesh, MovedValue, Origin, Reason, ServedOp, Spec, Split
 from autoshard.ir.attribution import REASONS, ROLES, VALUES
 from autoshard.ir.collective import KINDS
-from autoshard.strategy.reader import Node
+from autoshard.reader import Node
 
 MAX_RANK = 64
 """More dimensions than numpy has for an array."""
 
-_OPTIONAL = ("recomputation", "kernel_flops", "transform_flops", "skipped_flops", "low_share", "high_share")
+_OPTIONAL = ("recomputation", "kernel_flops", "transform_flops", "skipped_flops", "low_share", "high_share", "late_share")
 
 _MADE = ("kind", "mesh_axes", "bytes", "count")  # fields of a compiled collective
 
@@ -47,13 +47,8 @@ def decode_cost(node: Node, mesh: Mesh, worded: bool) -> Cost:
         origins = [_origin(child) for child in part.pop("origins").items()]
         reasons = [_reason(child, mesh) for child in part.pop("reasons").items()]
         collectives = tuple(_collective(child, mesh, origins, reasons) for child in part.pop("collectives").items())
-    recomputation = _recomputation(part.pop("recomputation")) if "recomputation" in part else None
+    recomputation = part.pop("recomputation").record(Recomputation) if "recomputation" in part else None
     return Cost(**{name: child.number() for name, child in part.items()}, collectives=collectives, recomputation=recomputation)
-
-
-def _recomputation(node: Node) -> Recomputation:
-    part = node.fields("kernels", "peak_bytes", "seconds")
-    return Recomputation(part["kernels"].integer(0), part["peak_bytes"].number(), part["seconds"].number())
 
 
 def _encode_collective(collective: Collective, origins: dict[Origin, int], reasons: dict[Reason, int]) -> dict[str, Any]:
@@ -145,7 +140,7 @@ def _encode_reason(reason: Reason) -> dict[str, Any]:
 
 
 def _reason(node: Node, mesh: Mesh) -> Reason:
-    kind = one_of(dict(node.members()).get("kind", node), tuple(REASONS))
+    kind = dict(node.members()).get("kind", node).one_of(REASONS)
     part = node.fields("kind", *REASONS[kind])
 
     def spec(node: Node) -> Spec:
@@ -166,13 +161,7 @@ def _split(node: Node) -> Split | None:
     if node.value is None:
         return None
     factor, size, role = node.items(3)
-    return Split(factor.text(), size.integer(0), one_of(role, ROLES))
-
-
-def one_of(node: Node, words: tuple[str, ...]) -> str:
-    if node.value not in words:
-        raise node.error(f"one of {', '.join(words)}")
-    return node.value
+    return Split(factor.text(), size.integer(0), role.one_of(ROLES))
 
 
 def spec_entry(node: Node, mesh: Mesh) -> str | tuple[str, ...] | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from autoshard.errors import StrategyError
+from autoshard.reader import MAX_DEPTH, parse
 from autoshard.strategy.folding import fold, unfold
-from autoshard.strategy.reader import MAX_DEPTH, parse
 from autoshard.strategy.record import Record
 from autoshard.strategy.schema import decode, encode
 

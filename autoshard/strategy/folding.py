@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoshard.reader import MAX_DEPTH, MAX_INTEGER, Node
 from autoshard.strategy.changes import with_changes, without_changes
-from autoshard.strategy.reader import MAX_DEPTH, MAX_INTEGER, Node
 
 NUMBERED = ("choices", "layouts", "copies", "ahead", "windows")
 LEAVES = ("arguments", "results")

@@ -6,23 +6,30 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from autoshard.strategy.reader import Node
+from autoshard.ir.pieces import PLACEMENTS
+from autoshard.reader import Node
 from autoshard.strategy.record import BY_ROWS, PipelineRecord, Record, StageRecord
 
+_OPTIONAL = ("placement", "orders", "earlier", "rows")
 _FIGURES = tuple(field.name for field in fields(StageRecord) if field.name != "record")
 
 
 def encode_pipeline(pipeline: PipelineRecord, encode: Callable[[Record], Any]) -> dict[str, Any]:
     """A pipeline as JSON values; ``encode`` is that of records."""
+    passes = {"earlier": [encode_pipeline(each, encode) for each in pipeline.earlier]} if pipeline.earlier else {}
     return {
         "schedule": pipeline.schedule,
         "chunks": pipeline.chunks,
         "cut": pipeline.cut,
+        "placement": pipeline.placement,
+        "orders": pipeline.orders,
         "argument_stages": pipeline.argument_stages,
         "result_stages": pipeline.result_stages,
         "stages": [
             {**{name: float(getattr(stage, name)) for name in _FIGURES}, "strategy": encode(stage.record)} for stage in pipeline.stages
         ],
+        **passes,
+        **({"rows": pipeline.rows} if pipeline.rows else {}),
     }
 
 
@@ -32,7 +39,7 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
     Raises:
         StrategyError: a part is invalid; the message has its position.
     """
-    part = node.fields("schedule", "chunks", "cut", "argument_stages", "result_stages", "stages")
+    part = node.fields("schedule", "chunks", "cut", "argument_stages", "result_stages", "stages", optional=_OPTIONAL)
     stages = tuple(_stage(child, decode) for child in part["stages"].items())
     chunks = part["chunks"].integer(1)
     if len(stages) < 2 or len(stages) % chunks or sum(stage.record.mesh.size for stage in stages[: len(stages) // chunks]) != n_devices:
@@ -49,7 +56,17 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
         stages=stages,
         argument_stages=numbers("argument_stages", n_arguments),
         result_stages=numbers("result_stages", n_results),
+        placement=_placement(part["placement"]) if "placement" in part else PLACEMENTS[0],
+        orders=tuple(child.text() for child in part["orders"].items()) if "orders" in part else (),
+        earlier=tuple(decode_pipeline(child, 0, 0, n_devices, decode) for child in part["earlier"].items()) if "earlier" in part else (),
+        rows=tuple(child.integer(0) for child in part["rows"].items()) if "rows" in part else (),
     )
+
+
+def _placement(node: Node) -> str:
+    if (found := node.text()) not in PLACEMENTS:
+        raise node.error(f"one of {', '.join(PLACEMENTS)}")
+    return found
 
 
 def _stage(node: Node, decode: Callable[[Node], Record]) -> StageRecord:

@@ -7,48 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 
+from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
 from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
-from autoshard.ir.remat import Remat
+from autoshard.ir.pieces import part_of
+from autoshard.ir.rewrites import Rewrite
+from autoshard.ir.rewritten import Rewritten
 from autoshard.strategy.trail import Tried
 
-SCHEMA = 3
-"""Version of the written file format. Read, too: 2, in which nothing is folded, and 1, in which the attribution of collectives is text."""
+SCHEMA = 4
+"""Version of the written file format. Read, too: 3, in which rewrites have names of their own; 2, in which nothing is folded;
+and 1, in which the attribution of collectives is text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class Program(Rewritten):
     """The program of a strategy.
 
     Attributes:
         name: the function's name.
         fingerprint: the graph's fingerprint: equal for equal programs.
         n_ops, n_values: sizes of the graph; choices and layouts are numbered within them.
-        microbatches: in how many a step computes its batch.
-        remat: what its backward pass computes again; None: nothing but what the program says itself.
-        offload: the argument leaves, by their positions, that are in the memory of hosts between steps.
-        stages: into how many its scanned layers are divided, which run at the same time on the mesh axis of stages; 1: it has none.
-        rounds: how often a microbatch goes through all of these, each time through other layers.
+        rewrites: those that were applied, in their order. A pipeline's microbatches and offloaded leaves are those of its stages.
         batch: the paths of the arguments that hold examples, where the user names them.
-        rewrites: what was rewritten before all that, as JSON values (`autoshard.rewrite`).
     """
 
     name: str
     fingerprint: str
     n_ops: int
     n_values: int
-    microbatches: int = 1
-    remat: Remat | None = None
-    offload: tuple[int, ...] = ()
-    stages: int = 1
-    rounds: int = 1
+    rewrites: tuple[Rewrite, ...] = ()
     batch: tuple[str, ...] = ()
-    rewrites: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +65,8 @@ class SearcherRecord:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "options", plain(self.options))
-
-
-def version() -> str:
-    """The version of this package; empty where a source tree runs that is not installed."""
-    try:
-        return metadata.version("autoshard")
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +199,17 @@ class PipelineRecord:
 
     Attributes:
         schedule: the schedule's name.
-        chunks: how many parts of the program each part of the devices has: stages ``s``, ``s + n``, ... where there are n parts of devices.
+        chunks: how many parts of the program each part of the devices has.
         cut: the numbers from which the program is cut into the same stages again.
         stages: in the order of the program.
         argument_stages, result_stages: per leaf the stage that has it between steps; `BY_ROWS` where each has the rows of its own layers:
             the leaf is then on the devices of all stages, and its first dimension is split over them.
+        placement: of the stages on the parts of the devices, of `autoshard.ir.pieces.PLACEMENTS`.
+        orders: per part of the devices the order of its tasks, as `autoshard.pipeline.schedule.Schedule.words` writes it; empty in files of
+            earlier versions: that which the schedule's name has for equal stages.
+        earlier: of a step in several passes over its microbatches, the pipelines of the passes before this one, in order, whose arguments
+            and results are no leaves of the step.
+        rows: of each of several passes the positions of the arguments of its program of which each stage has some rows.
     """
 
     schedule: str
@@ -227,11 +218,28 @@ class PipelineRecord:
     stages: tuple[StageRecord, ...]
     argument_stages: tuple[int, ...]
     result_stages: tuple[int, ...]
+    placement: str = "loop"
+    orders: tuple[str, ...] = ()
+    earlier: tuple[PipelineRecord, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    @property
+    def passes(self) -> tuple[PipelineRecord, ...]:
+        """The pipelines of all passes, in order."""
+        return (*self.earlier, self)
 
     @property
     def n_parts(self) -> int:
         """The number of parts of the devices."""
         return len(self.stages) // self.chunks
+
+    def part(self, stage: int) -> int:
+        """The part of the devices that has a stage."""
+        return part_of(stage, self.n_parts, self.placement)
+
+    def stages_of(self, part: int) -> tuple[int, ...]:
+        """The stages that a part of the devices has."""
+        return tuple(stage for stage in range(len(self.stages)) if self.part(stage) == part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +299,7 @@ class Record:
     trail: tuple[Tried, ...] = ()
     report: str = field(default="", compare=False, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("cluster", "argument_structure", "result_structure", "stats"):
             object.__setattr__(self, name, plain(getattr(self, name)))
 
@@ -304,6 +312,11 @@ class Record:
     def memory_limit_bytes(self) -> float | None:
         """The memory limit that the search was given; None: that of the cluster."""
         return self.stats.get("memory_limit_bytes")
+
+    @property
+    def limit_bytes(self) -> float:
+        """The memory that a device has for a program: the limit that the search was given, or else the cluster's."""
+        return self.memory_limit_bytes or Cluster.from_dict(self.cluster).memory_limit_bytes
 
     @property
     def gap(self) -> float:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, ShardingError
 from autoshard.ir import Choice, Layout, Mesh, Placement, Spec, check_divides, spec_to_layout
-from autoshard.strategy.cost_schema import MAX_RANK, decode_cost, encode_cost, mesh_axis, one_of, spec_entry
+from autoshard.ir.rewrites import from_json, to_json
+from autoshard.reader import MAX_DEPTH, Node, written
+from autoshard.strategy.cost_schema import MAX_RANK, decode_cost, encode_cost, mesh_axis, spec_entry
+from autoshard.strategy.earlier import with_rewrites
 from autoshard.strategy.pipeline_schema import decode_pipeline, encode_pipeline
-from autoshard.strategy.reader import MAX_DEPTH, Node
 from autoshard.strategy.record import (
     MEASURES,
     OUTCOMES,
@@ -30,14 +33,12 @@ from autoshard.strategy.record import (
     TensorRecord,
     plain,
 )
-from autoshard.strategy.remat_schema import decode_remat, encode_remat
-from autoshard.strategy.trail import decode_trail, encode_trail
+from autoshard.strategy.trail import Tried
 
 MAX_AXES = 16
 LINE = 130  # characters of a report on one line
 
 MAX_FACTORS = 4096
-NOT_WRITTEN = (("microbatches", 1), ("remat", None), ("offload", ()), ("stages", 1), ("rounds", 1), ("batch", ()), ("rewrites", ()))
 
 T = TypeVar("T")
 
@@ -71,7 +72,7 @@ def encode(record: Record) -> dict[str, Any]:
             "copies": sorted(record.copies.items()),
             **({"ahead": sorted(record.ahead.items())} if record.ahead else {}),
             **({"windows": sorted(record.windows.items())} if record.windows else {}),
-            **({"trail": encode_trail(record.trail)} if record.trail else {}),
+            **({"trail": written(record.trail)} if record.trail else {}),
             **({} if record.pipeline is None else {"pipeline": encode_pipeline(record.pipeline, encode)}),
             **({"report": [record.report[at : at + LINE] for at in range(0, len(record.report), LINE)]} if record.report else {}),
         }
@@ -85,15 +86,15 @@ def decode(document: Node) -> Record:
         StrategyError: a part is invalid; the message has its position.
     """
     version = dict(document.members()).get("schema", Node(None, "schema"))
-    if version.value not in (1, 2, SCHEMA) or isinstance(version.value, bool):
-        raise version.error(f"schema {SCHEMA}, or 1 or 2, which this version of autoshard reads")
+    if version.value not in (1, 2, 3, SCHEMA) or isinstance(version.value, bool):
+        raise version.error(f"schema {SCHEMA}, or 1 to {SCHEMA - 1}, which this version of autoshard reads")
     part = document.fields(
         *("schema", "name", "program", "mesh", "searcher", "provenance", "cluster", "lower_bound_seconds", "cost", "stats"),
         *("assumptions", "donate_argnums", "arguments", "results", "argument_structure", "result_structure"),
         *("choices", "layouts", "copies"),
         optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline", "trail", "report"),
     )
-    program = _program(part["program"])
+    program = _program(part["program"] if version.value == SCHEMA else with_rewrites(part["program"]))
     mesh = _mesh(part["mesh"], part.get("placement"), part.get("axis_order"))
     arguments = tuple(_tensor(node, mesh) for node in part["arguments"].items())
     results = tuple(_tensor(node, mesh) for node in part["results"].items())
@@ -121,7 +122,7 @@ def decode(document: Node) -> Record:
         ahead=_numbered(part["ahead"], program.n_values, lambda node: _layout(node, mesh)) if "ahead" in part else {},
         windows=_numbered(part["windows"], program.n_ops, lambda node: node.integer(-1, 1)) if "windows" in part else {},
         pipeline=decode_pipeline(part["pipeline"], *sizes, decode) if "pipeline" in part else None,
-        trail=decode_trail(part["trail"]) if "trail" in part else (),
+        trail=tuple(each.record(Tried) for each in part["trail"].items()) if "trail" in part else (),
         report="".join(node.text() for node in part["report"].items()) if "report" in part else "",
     )
 
@@ -135,27 +136,17 @@ def _stat(node: Node) -> int | float:
 
 
 def _encode_program(program: Program) -> dict[str, Any]:
-    written = {name: value for name, value in asdict(program).items() if (name, value) not in NOT_WRITTEN}
-    return written if program.remat is None else written | {"remat": encode_remat(program.remat)}
+    named = {"name": program.name, "fingerprint": program.fingerprint, "n_ops": program.n_ops, "n_values": program.n_values}
+    rewrites = {"rewrites": to_json(program.rewrites)} if program.rewrites else {}
+    return named | rewrites | ({"batch": program.batch} if program.batch else {})
 
 
 def _program(node: Node) -> Program:
-    optional = ("microbatches", "remat", "offload", "stages", "rounds", "batch", "rewrites")
-    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=optional)
+    part = node.fields("name", "fingerprint", "n_ops", "n_values", optional=("batch", "rewrites"))
     sizes = part["n_ops"].integer(0), part["n_values"].integer(0)
-    microbatches = part["microbatches"].integer(1) if "microbatches" in part else 1
-    remat = decode_remat(part["remat"]) if "remat" in part else None
-    offload = tuple(one.integer(0) for one in part["offload"].items()) if "offload" in part else ()
-    stages = part["stages"].integer(2) if "stages" in part else 1
-    rounds = part["rounds"].integer(2) if "rounds" in part else 1
+    rewrites = from_json(part["rewrites"]) if "rewrites" in part else ()
     batch = tuple(one.text() for one in part["batch"].items()) if "batch" in part else ()
-    rewrites = part["rewrites"].items() if "rewrites" in part else ()
-    name, fingerprint = part["name"].text(), part["fingerprint"].text()
-    return Program(name, fingerprint, *sizes, microbatches, remat, offload, stages, rounds, batch, tuple(map(_fields, rewrites)))
-
-
-def _fields(node: Node) -> dict[str, Any]:
-    return {name: field.json() for name, field in node.members()}
+    return Program(part["name"].text(), part["fingerprint"].text(), *sizes, rewrites, batch)
 
 
 def _mesh(node: Node, placement: Node | None = None, order: Node | None = None) -> Mesh:
@@ -213,17 +204,9 @@ def _cluster(node: Node, mesh: Mesh) -> dict[str, Any]:
     return data
 
 
-_MEASURED = ("seconds", "collective_bytes", "flops", "peak_bytes", "needed_bytes")  # optional figures of a finalist
-
-
 def _encode_confirmation(confirmation: Confirmation) -> dict[str, Any]:
     """A confirmation, its finalists without unknown figures."""
-    finalists = []
-    for each in confirmation.finalists:
-        known = {name: float(value) for name in _MEASURED if (value := getattr(each, name)) is not None}
-        texts = {name: value for name in ("reason", "measure") if (value := getattr(each, name))}
-        required = {"found_by": each.found_by, "mesh": each.mesh.shape, "predicted_seconds": float(each.predicted_seconds)}
-        finalists.append({**required, "outcome": each.outcome, **texts, **known})
+    finalists = [written(each) | {"mesh": each.mesh.shape} for each in confirmation.finalists]
     return {"by": confirmation.by, "name": confirmation.name, "version": confirmation.version, "finalists": finalists}
 
 
@@ -232,21 +215,12 @@ def _confirmation(node: Node) -> Confirmation:
     finalists = tuple(_finalist(each) for each in part["finalists"].items())
     if sum(each.outcome == "taken" for each in finalists) != 1:
         raise part["finalists"].error("finalists of which one is taken")
-    by = one_of(part["by"], ("compiler", "devices"))
+    by = part["by"].one_of(("compiler", "devices"))
     return Confirmation(by, part["name"].text(), part["version"].text(empty=True), finalists)
 
 
 def _finalist(node: Node) -> Finalist:
-    part = node.fields("found_by", "mesh", "predicted_seconds", "outcome", optional=("reason", "measure", *_MEASURED))
-    return Finalist(
-        found_by=part["found_by"].text(),
-        mesh=_mesh(part["mesh"]),
-        predicted_seconds=part["predicted_seconds"].number(),
-        outcome=one_of(part["outcome"], OUTCOMES),
-        reason=part["reason"].text() if "reason" in part else "",
-        measure=one_of(part["measure"], MEASURES) if "measure" in part else None,
-        **{name: part[name].number() for name in _MEASURED if name in part},
-    )
+    return node.record(Finalist, mesh=_mesh, outcome=partial(Node.one_of, words=OUTCOMES), measure=partial(Node.one_of, words=MEASURES))
 
 
 def _tensor(node: Node, mesh: Mesh) -> TensorRecord:

@@ -1,13 +1,8 @@
-"""The forms of a step that a search compared, as a strategy records them, and their written form."""
+"""The forms of a step that a search compared, as a strategy records them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from autoshard.strategy.reader import Node
-
-FIGURES = ("estimated_seconds", "estimated_bytes", "seconds", "peak_bytes")
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +22,3 @@ class Tried:
     estimated_bytes: float | None = None
     seconds: float | None = None
     peak_bytes: float | None = None
-
-
-def encode_trail(trail: tuple[Tried, ...]) -> list[dict[str, Any]]:
-    """The written form, without figures that are not known."""
-    return [{name: value for name, value in asdict(each).items() if value is not None} for each in trail]
-
-
-def decode_trail(node: Node) -> tuple[Tried, ...]:
-    """The forms of a file, as `encode_trail` writes them."""
-    return tuple(map(_tried, node.items()))
-
-
-def _tried(node: Node) -> Tried:
-    part = node.fields("form", "outcome", optional=FIGURES)
-    figures = {name: part[name].number() for name in FIGURES if name in part}
-    return Tried(part["form"].text(), part["outcome"].text(), **figures)

@@ -35,7 +35,7 @@ class Annotation:
         unruled: its logical axis names without a rule; those of NNX, which may be axes of the mesh, stay in the spec.
     """
 
-    spec: tuple | None
+    spec: tuple[Any, ...] | None
     mesh: tuple[tuple[str, int], ...] | None
     source: str
     unruled: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Annotation:
         return tuple(dict.fromkeys(axes_of(self.spec or ())))
 
 
-def annotations_of(args: tuple) -> list[tuple[Annotation, ...]]:
+def annotations_of(args: tuple[Any, ...]) -> list[tuple[Annotation, ...]]:
     """For each array of the arguments its annotations: of its array, if it has one, and of its metadata, if it has some.
 
     >>> mesh = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
@@ -74,7 +74,7 @@ def axes_of(spec: Iterable[Any]) -> Iterator[str]:
             yield from entry
 
 
-def flax_axes(args: tuple, rules: Rules) -> tuple[str, ...] | None:
+def flax_axes(args: tuple[Any, ...], rules: Rules) -> tuple[str, ...] | None:
     """The mesh axes to which Linen's boxes and logical constraints may constrain values, where there are some; else None.
 
     Flax makes constraints of them only under a mesh.

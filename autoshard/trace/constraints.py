@@ -21,7 +21,7 @@ _NO_AXIS = re.compile(r"Resource axis: (?P<axis>.+?) of .* is not found in mesh"
 _EMPTY = AbstractMesh((), ())
 
 
-def constraint_spec(op: Op) -> tuple[tuple, dict[str, int] | None]:
+def constraint_spec(op: Op) -> tuple[tuple[Any, ...], dict[str, int] | None]:
     """The spec of a ``sharding_constraint`` op, and the mesh shape it fixes; None where it only names axes.
 
     Entries are None, an axis, a tuple of axes, or ``PartitionSpec.UNCONSTRAINED``.

@@ -27,7 +27,7 @@ class Leaf:
         return self.name + self.key
 
 
-def argument_names(fn: Callable, n_args: int) -> tuple[str, ...]:
+def argument_names(fn: Callable[..., Any], n_args: int) -> tuple[str, ...]:
     """The names of ``n_args`` positional arguments, from the function's signature."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -81,7 +81,7 @@ def find_aliases(
     def match(keys: Mapping[int, str], positions: Iterable[int]) -> dict[int, int]:
         """Results to arguments of the same key, shape and dtype, in order."""
         taken = set(pairs.values())
-        waiting: dict[tuple, deque[int]] = defaultdict(deque)
+        waiting: dict[tuple[Any, ...], deque[int]] = defaultdict(deque)
         for position in positions:
             if position not in taken:
                 key, value = arguments[position]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn
 
+from autoshard.ir import entry_axes
+
 BODY, ENTERING, LEAVING = 0, 1, 2
 
 MAPPED = "shard_map"
@@ -39,7 +41,7 @@ class Boundary:
     params: Mapping[str, Any]
     source_info: Any
     primitive: _Named = _PRIMITIVE
-    effects: frozenset = frozenset()
+    effects: frozenset[Any] = frozenset()
 
 
 def axes_of_mesh(eqn: JaxprEqn) -> Axes:
@@ -57,7 +59,7 @@ def boundaries(eqn: JaxprEqn, enters: bool) -> Iterator[Boundary]:
 
 def _entries(spec: Sequence[Any], rank: int) -> tuple[tuple[str, ...], ...]:
     """Per dimension the names of the axes that split it."""
-    named = tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
+    named = tuple(map(entry_axes, spec))
     return named + ((),) * (rank - len(named))
 
 

@@ -84,7 +84,7 @@ class Modules:
         written: positions, among the argument leaves, of the updates that `pure` returns; set by tracing it.
     """
 
-    def __init__(self, fn: Callable, args: tuple, donated_args: Sequence[int]):
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], donated_args: Sequence[int]):
         self._fn = fn
         self._places = _Positions.of(args)
         self._structure, _ = _split(self._places.get(args))
@@ -94,7 +94,7 @@ class Modules:
         self._made: Any = None  # the joint structure of the new ones
         self._result_places = self._places
 
-    def split(self, args: tuple) -> tuple:
+    def split(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments with each graph node replaced by its state.
 
         Raises:
@@ -108,7 +108,7 @@ class Modules:
             )
         return self._places.put(args, states)
 
-    def leaves(self, args: tuple, names: Sequence[str]) -> list[Leaf]:
+    def leaves(self, args: tuple[Any, ...], names: Sequence[str]) -> list[Leaf]:
         """The leaves of the split arguments; paths in a module are ``model.layers[0].kernel``."""
         outer = [path for path, _ in jax.tree_util.tree_flatten_with_path(args, is_leaf=_ends_here)[0]]
         found = []
@@ -156,7 +156,7 @@ class Modules:
         coming = iter(made)
         return self._result_places.put(result, [next(coming) if path is None else None for path in self._returned])
 
-    def merge(self, args: tuple, states: tuple, result: Any, updates: Sequence[Any]) -> Any:
+    def merge(self, args: tuple[Any, ...], states: tuple[Any, ...], result: Any, updates: Sequence[Any]) -> Any:
         """The function's result on the caller's objects, into which the updates of their ``states``, without static leaves, are written."""
         from flax import nnx
 
@@ -196,7 +196,7 @@ class SplitModules:
         states: the pytrees of arrays.
     """
 
-    def __init__(self, trees: tuple):
+    def __init__(self, trees: tuple[Any, ...]):
         self.states = trees
         self._places = None
         if has_modules(trees):
@@ -206,9 +206,9 @@ class SplitModules:
             self.states = self._places.put(trees, states)
         self._statics = Statics.of(held_modules(self.states))
         if self._statics is not None:
-            self.states = self._statics.split(held_modules(self.states))
+            self.states: Any = self._statics.split(held_modules(self.states))
 
-    def update(self, new: tuple) -> tuple:
+    def update(self, new: tuple[Any, ...]) -> tuple[Any, ...]:
         """The trees with new arrays; the graph nodes that were split are updated in place."""
         new = self._whole(new)
         if self._places is None:
@@ -221,7 +221,7 @@ class SplitModules:
     def _whole(self, new: tuple) -> tuple:
         return new if self._statics is None else released(self._statics.merge(new))
 
-    def rebuild(self, new: tuple) -> tuple:
+    def rebuild(self, new: tuple[Any, ...]) -> tuple[Any, ...]:
         """The trees with new arrays and new graph nodes."""
         new = self._whole(new)
         if self._places is None:

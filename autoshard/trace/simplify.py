@@ -89,7 +89,7 @@ def _renamed(atoms: Sequence[Any], same: Mapping[Any, Any]) -> list[Any]:
 def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
     """The program without duplicates among casts, transposes and reversals, and without reversals of dimensions of size one."""
     same: dict[Any, Any] = {}
-    made: dict[tuple, Any] = {}
+    made: dict[tuple[Any, ...], Any] = {}
 
     eqns = []
     for eqn in jaxpr.eqns:

@@ -29,7 +29,7 @@ class Held:
     """A static value as one leaf, whatever it is made of; equal numbers of different types are different values."""
 
     value: Any
-    kind: type
+    kind: type[Any]
 
     @classmethod
     def of(cls, value: Any) -> Held:
@@ -45,10 +45,10 @@ class Static:
 
     __wrapped__: Callable
 
-    def __init__(self, fn: Callable, static_argnums: int | Sequence[int], static_argnames: str | Sequence[str]):
+    def __init__(self, fn: Callable[..., Any], static_argnums: int | Sequence[int], static_argnames: str | Sequence[str]):
         functools.update_wrapper(self, fn, updated=())
-        self.static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-        self.static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        self.static_argnums: tuple[int, ...] = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+        self.static_argnames: tuple[str, ...] = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         parameters = inspect.signature(fn).parameters
         kinds, n = [each.kind for each in parameters.values()], len(_positional(parameters.values()))
         within = range(-n, n) if Parameter.VAR_POSITIONAL not in kinds else None
@@ -68,7 +68,7 @@ class Static:
         return frozenset(self.static_argnames).difference(_positional(inspect.signature(self.__wrapped__).parameters.values()))
 
 
-def held(fn: Callable, args: tuple) -> tuple:
+def held(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments, with each that the function holds static as one leaf, and each number inside an Equinox module."""
     if positions := _static_positions(fn, len(args)):
         args = tuple(Held.of(x) if position in positions else x for position, x in enumerate(args))
@@ -76,7 +76,7 @@ def held(fn: Callable, args: tuple) -> tuple:
     return tuple(jax.tree.map(_without_numbers, x) if filters else held_modules(x) for x in args)
 
 
-def without(statics: Sequence[tuple[int, Held]], args: tuple) -> tuple:
+def without(statics: Sequence[tuple[int, Held]], args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with None for each of those that are static, by position.
 
     Raises:

@@ -33,7 +33,7 @@ def subjaxprs(eqn: JaxprEqn) -> tuple[ClosedJaxpr | Jaxpr, ...]:
     return tuple(found)
 
 
-def opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, tuple]:
+def opened(jaxpr: ClosedJaxpr | Jaxpr) -> tuple[Jaxpr, tuple[Any, ...]]:
     """The jaxpr itself and its constants."""
     return (jaxpr.jaxpr, tuple(jaxpr.consts)) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())  # one class from jax 0.11
 
@@ -49,18 +49,23 @@ def called_with(name: str, params: Mapping[str, Any], n_operands: int) -> range 
 
 def entering(eqn: JaxprEqn) -> list[list[int | None]]:
     """Per sub-program, the position of each input among the equation's operands; None for what a loop carries."""
-    params, positions = eqn.params, list(range(len(eqn.invars)))
-    match eqn.primitive.name:
+    return inputs_of(eqn.primitive.name, eqn.params, len(eqn.invars), len(eqn.outvars), len(eqn.params.get("branches", ())))
+
+
+def inputs_of(name: str, params: Mapping[str, Any], n_operands: int, n_results: int, n_branches: int) -> list[list[int | None]]:
+    """The same of a primitive with these parameters; ``n_branches``: of a `cond`."""
+    positions = list(range(n_operands))
+    match name:
         case "scan":
             constant, sliced = num_consts(params), num_consts(params) + num_carry(params)
             return [[*positions[:constant], *[None] * num_carry(params), *positions[sliced:]]]
         case "while":
             n_cond, n_body = params["cond_nconsts"], params["body_nconsts"]
-            carried = [None] * len(eqn.outvars)
+            carried = [None] * n_results
             return [[*positions[:n_cond], *carried], [*positions[n_cond : n_cond + n_body], *carried]]
         case "cond":
-            return [[*positions[1:]] for _ in params["branches"]]
-    return [[*called_with(eqn.primitive.name, params, len(positions))]]
+            return [[*positions[1:]] for _ in range(n_branches)]
+    return [[*called_with(name, params, n_operands)]]
 
 
 def scan_params(params: Mapping[str, Any], body: ClosedJaxpr, n_consts: int, n_carry: int) -> dict[str, Any]:
@@ -110,7 +115,7 @@ def around(eqn: JaxprEqn, new: Sequence[Jaxpr]) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **with_bodies(eqn, old, bodies)})
 
 
-def as_call(eqn: JaxprEqn, function: Callable, atoms: Sequence[Any]) -> JaxprEqn:
+def as_call(eqn: JaxprEqn, function: Callable[..., Any], atoms: Sequence[Any]) -> JaxprEqn:
     """A call of a function on these atoms, in place of an equation: with its results, source and names."""
     with user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
         (call,) = jax.make_jaxpr(jax.jit(function))(*types_of(atoms)).eqns

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from autoshard.analysis.examples import examples
 from autoshard.errors import RuleError, TraceError
 from autoshard.ir import Graph
-from autoshard.ir.remat import Remat
+from autoshard.ir.rewritten import Rewritten
 from autoshard.ir.words import array_type
 from autoshard.rules import rules_of
 from autoshard.trace.annotations import Rules, flax_axes, rules_in_force, under_rules
@@ -25,6 +25,7 @@ from autoshard.trace.constraints import with_axes
 from autoshard.trace.fingerprint import fingerprint
 from autoshard.trace.leaves import Leaf, argument_names, find_aliases, plain_leaves, result_path
 from autoshard.trace.libraries import assumed
+from autoshard.trace.module_scopes import scoped
 from autoshard.trace.modules import Modules, has_modules
 from autoshard.trace.origin import error_place
 from autoshard.trace.simplify import simplified
@@ -32,7 +33,7 @@ from autoshard.trace.statics import Held, Statics, held, held_modules, released,
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Traced:
+class Traced(Rewritten):
     """A function traced with example arguments.
 
     A call is ``merge(args, pack(lowered(*jax.tree.leaves(split(args)))))``, of which all but ``merge`` can be jitted.
@@ -47,15 +48,12 @@ class Traced:
         donate_argnums: positions of the arguments whose memory may be reused.
         statics, made: the static leaves of the arguments and of the result; None where all are arrays.
         source: the jaxpr as JAX traced it, which JAX caches as long as the function exists.
-        microbatches: into how many the program was rewritten; 1: it is as JAX traced it.
-        remat: what its backward pass computes again since it was rewritten; None: what JAX traced.
-        offload: the argument leaves, by their positions, that it takes and returns in the memory of hosts since it was rewritten.
         axis_rules: Flax's logical axis rules under which it was traced.
-        stages: into how many its scanned layers were divided, which run at the same time; 1: it has none.
-        rounds: how often a microbatch goes through all of these, each time through other layers.
         batch: the paths of the arguments that hold examples, where the user names them.
-        rewrites: what was rewritten before all that (`autoshard.rewrite`).
+        rewrites: those that were applied, in their order (`autoshard.rewrite`); (): it is as JAX traced it.
         undivided: the program before those of the rewrites that are applied again to its microbatches or stages; None: there are none.
+        gathers: of one pass of a step, whose batch are the examples that the graph names: as in `autoshard.microbatch.plan.plan_loop`; what
+            waits for all examples there is computed at once. None: a whole step.
         padding: where dimensions were padded, per argument leaf and dimension its parts, each with its size and its padded size; no parts
             where a dimension has no padding.
     """
@@ -69,18 +67,14 @@ class Traced:
     statics: Statics | None = None
     made: Statics | None = None
     source: weakref.ref[ClosedJaxpr] | None = None
-    microbatches: int = 1
-    remat: Remat | None = None
-    offload: tuple[int, ...] = ()
     axis_rules: Rules = ()
-    stages: int = 1
-    rounds: int = 1
     batch: tuple[str, ...] = ()
     rewrites: tuple[Any, ...] = ()
     undivided: Traced | None = None
+    gathers: bool | None = None
     padding: tuple[tuple[tuple[tuple[int, int], ...], ...], ...] = ()
 
-    def split(self, args: tuple) -> tuple:
+    def split(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as pytrees of arrays, structured as ``in_tree``.
 
         Raises:
@@ -98,7 +92,7 @@ class Traced:
         pure = tuple(args) if self.modules is None else self.modules.split(tuple(args))
         return pure if self.statics is None else self.statics.split(pure)
 
-    def ways(self, fn: Callable) -> tuple[Callable[[tuple], tuple], Callable[[tuple, Any, tuple], Any]] | None:
+    def ways(self, fn: Callable) -> tuple[Callable[..., tuple[Any, ...]], Callable[..., Any]] | None:
         """`split`, with static values held, and `merge`; None where a call needs neither, since all leaves are arrays.
 
         The first leaves it to `jax.jit` to compare structures; where arguments are static as a whole, it looks at these alone.
@@ -114,7 +108,7 @@ class Traced:
         result = self.out_tree.unflatten(results[:n])
         return result if self.modules is None else (result, list(results[n:]))
 
-    def merge(self, args: tuple, output: Any, pure: tuple | None = None) -> Any:
+    def merge(self, args: tuple[Any, ...], output: Any, pure: tuple[Any, ...] | None = None) -> Any:
         """The function's result from a packed output; updates are written into the NNX objects in ``args``.
 
         ``pure`` is what `split` made of the arguments, which takes as long as all else; None: it is made again.
@@ -135,7 +129,7 @@ class Traced:
 
 
 def trace(
-    fn: Callable,
+    fn: Callable[..., Any],
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -207,7 +201,7 @@ def trace(
     if before is not None and before.source is not None and before.source() is everything:
         if (before.in_tree, before.graph.donated) == (in_tree, donated):
             return before
-    jaxpr = simplified(everything)
+    jaxpr = scoped(simplified(everything), args)
     output = shapes if modules is None else shapes[0]
     out_tree = jax.tree.structure(output)
     program = build(jaxpr)
@@ -234,8 +228,13 @@ def _with_flax(traced: Callable[[], Any], axis_names: Sequence[str], of_flax: Se
         return found, (f"Flax's sharding constraints inside the function are left out, as by jax.jit without a mesh: {_reason(error)}",)
 
 
-def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int, simplify: bool = True) -> Traced:
-    """A traced function with another program for it, of the same arguments and results, in so many microbatches."""
+def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, *by: Any, notes: Sequence[str] = (), simplify: bool = True) -> Traced:
+    """A traced function with another program for it, of the same arguments and results.
+
+    Args:
+        by: the rewrite that makes it, which is recorded.
+        notes: what is assumed in it, or was done, in words.
+    """
     jaxpr = simplified(jaxpr) if simplify else jaxpr
     program, graph = build(jaxpr), traced.graph
     graph = replace(
@@ -248,9 +247,9 @@ def rebuilt(traced: Traced, jaxpr: ClosedJaxpr, microbatches: int, simplify: boo
         literals=program.literals,
         written=program.written,
         fingerprint=fingerprint(program, graph.aliases),
-        assumptions=tuple(dict.fromkeys((*graph.assumptions, *program.assumptions))),
+        assumptions=tuple(dict.fromkeys((*graph.assumptions, *program.assumptions, *notes))),
     )
-    return replace(traced, graph=graph, jaxpr=jaxpr, microbatches=microbatches)
+    return replace(traced, graph=graph, jaxpr=jaxpr, rewrites=(*traced.rewrites, *by))
 
 
 def of_jaxpr(
@@ -260,7 +259,7 @@ def of_jaxpr(
     result_paths: Sequence[str],
     aliases: Sequence[tuple[int, int]] = (),
     donated: Sequence[int] = (),
-    microbatches: int = 1,
+    rewrites: tuple[Any, ...] = (),
     examples: tuple[frozenset[int], frozenset[int]] | None = None,
 ) -> Traced:
     """A program of flat arguments and results as a traced function; the arguments are its leaves."""
@@ -284,7 +283,7 @@ def of_jaxpr(
         assumptions=program.assumptions,
     )
     trees = (jax.tree.structure(tuple([0] * len(paths))) for paths in (argument_paths, result_paths))
-    return Traced(graph, jaxpr, *trees, donate_argnums=tuple(donated), microbatches=microbatches)
+    return Traced(graph, jaxpr, *trees, donate_argnums=tuple(donated), rewrites=rewrites)
 
 
 def _with_released(fn: Callable) -> Callable:
@@ -344,7 +343,7 @@ def _graph(fn: Callable, program: Program, leaves: list[Leaf], output: Any, writ
     return replace(graph, examples=examples(graph, lambda: rules_of(graph), roots))
 
 
-def function_name(fn: Callable) -> str:
+def function_name(fn: Callable[..., Any]) -> str:
     """The name of a function, without `functools.partial`s around it."""
     while not hasattr(fn, "__name__") and hasattr(fn, "func"):  # functools.partial
         fn = fn.func

@@ -240,7 +240,9 @@ def _exists(module: str) -> bool:
 
 def _start(compiler: AheadCompiler, folder: Path) -> subprocess.Popen:
     """The compiler's process; it logs into the folder."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
+    given = os.environ.get("XLA_FLAGS", "").split()  # libtpu ends at a flag of CPUs that it does not know
+    own = " ".join(flag for flag in given if compiler is COMPILERS["cpu"] or not flag.startswith("--xla_cpu_"))
+    flags = f"{own} {compiler.flags} --xla_dump_to={folder} --xla_dump_hlo_as_text".strip()
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     environment = {**os.environ, **compiler.environment, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "autoshard.verify.aot_child", str(folder)]
@@ -281,12 +283,15 @@ def read_ahead(compiler: AheadCompiler, folder: Path, topology: Topology, log: s
         return Ahead("", None, *refused, False, seconds)
     scheduled = _dumped(folder, SCHEDULED) if _dumped(folder, compiler.assigned) and not whole else None
     dumped = _dumped(folder, GENERATED) or scheduled
-    if dumped is not None and (buffers := _buffers(folder)) is not None:
-        return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes, buffers.alive)
     compiled = folder / "compiled.json"  # of a complete compilation whose dumps are missing or have other names
-    if compiled.exists():
-        found = json.loads(compiled.read_text())
-        return accepted(found["hlo"], found["peak_bytes"], found["needed_bytes"])
+    try:
+        if dumped is not None and (buffers := _buffers(folder)) is not None:
+            return accepted(dumped.read_text(), buffers.peak_bytes, buffers.allocated_bytes, buffers.alive)
+        if compiled.exists():
+            found = json.loads(compiled.read_text())
+            return accepted(found["hlo"], found["peak_bytes"], found["needed_bytes"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CompilerError(f"{compiling}, and left files that cannot be read: {error!r}. {log.strip()[-2000:]}") from error
     raise CompilerError(f"{compiling}, and its process ended without a word: {log.strip()[-2000:]}")
 
 

@@ -7,11 +7,13 @@ has no scope, as copies between layouts have none, is led by the operation that 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autoshard.cluster import Device
 from autoshard.ir.naming import OP_SCOPE
 from autoshard.verify.flops import cycles_of
 from autoshard.verify.hlo import Computation, Instruction, Module, tensor_bytes
@@ -48,17 +50,46 @@ class CompiledKernel:
     nbytes: float
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """The seconds of a compiler's cycles.
+
+    Its schedule assumes products at the peak. Of published runs it is known what share of it products reach on machines; with that share
+    seconds are on the scale of predictions, without it they are the compiler's own.
+
+    Attributes:
+        hertz: of the device.
+        product_share: the share of the assumed rate that products reach.
+        bytes_per_second: of memory; a product that waits for its traffic is no slower where the matrix unit is.
+    """
+
+    hertz: float
+    product_share: float = 1.0
+    bytes_per_second: float = math.inf
+
+    @classmethod
+    def of(cls, device: Device) -> Clock:
+        """The clock of a device on the scale of predictions."""
+        return cls(device.clock_hertz, device.matrix_efficiency, device.memory_rate)
+
+    def seconds(self, kernel: CompiledKernel) -> float:
+        """The seconds of one run of a kernel; 0.0 where the compiler does not estimate it."""
+        seconds = (kernel.cycles or 0) / self.hertz
+        waits = kernel.nbytes / self.bytes_per_second >= seconds * self.product_share
+        return seconds if waits or not kernel.product else seconds / self.product_share
+
+
 def compiled_kernels(hlo_text: str) -> tuple[CompiledKernel, ...]:
     """The kernels of a compiled module in its order, those of loops once; collectives are not among them, fusions with them are."""
     module = Module(hlo_text)
     return tuple(_kernels(module, module.entry, 1))
 
 
-def cycles_by_op(kernels: Iterable[CompiledKernel]) -> dict[int, float]:
-    """The cycles of a step by the operation that leads; of several kernels the sum."""
+def seconds_by_op(kernels: Iterable[CompiledKernel], clock: Clock) -> dict[int, float]:
+    """The seconds of a step by the operation that leads; of several kernels the sum."""
     found: dict[int, float] = defaultdict(float)
     for kernel in kernels:
-        found[kernel.leader] += kernel.runs * (kernel.cycles or 0)
+        found[kernel.leader] += kernel.runs * clock.seconds(kernel)
     return dict(found)
 
 
@@ -91,11 +122,17 @@ def _kernels(module: Module, name: str, runs: int) -> Iterator[CompiledKernel]:
         cycles = cycles_of(instruction)
         if inner or instruction.opcode in _NOTHING or (cycles is None and not instruction.opcode.startswith(("fusion", "custom-call"))):
             continue
-        ops, products = _ops(module, instruction), _products(module, instruction)
-        leader = _led_by(module, computation, instruction)
-        read = (computation[operand].type for operand in instruction.operands if operand in computation)
-        nbytes = sum(sum(tensor_bytes(each)) for each in (instruction.type, *read))
-        yield CompiledKernel(instruction.name, leader, tuple(dict.fromkeys((leader, *ops))), bool(products), runs, cycles, nbytes)
+        yield kernel_of(module, computation, instruction, runs)
+
+
+def kernel_of(module: Module, computation: Computation, instruction: Instruction, runs: int = 1) -> CompiledKernel:
+    """The kernel that an instruction is."""
+    ops, products = _ops(module, instruction), _products(module, instruction)
+    leader = _led_by(module, computation, instruction)
+    read = (computation[operand].type for operand in instruction.operands if operand in computation)
+    nbytes = sum(sum(tensor_bytes(each)) for each in (instruction.type, *read))
+    named, cycles = tuple(dict.fromkeys((leader, *ops))), cycles_of(instruction)
+    return CompiledKernel(instruction.name, leader, named, bool(products), runs, cycles, nbytes)
 
 
 def _op(instruction: Instruction) -> int:

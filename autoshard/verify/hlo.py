@@ -98,7 +98,7 @@ class Module:
                 header = _HEADER.match(line)
                 if header and not line.startswith("HloModule"):
                     current = self.computations[header[2]] = Computation()
-                    self.entry = header[2] if header[1] else self.entry
+                    self.entry: str = header[2] if header[1] else self.entry
             elif line.startswith("}") and not line.startswith("}}"):  # the end of attributes over several lines, as of splash attention
                 current = None
             elif found := _INSTRUCTION.match(line):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -100,24 +100,9 @@ def fewest_pins(
 ) -> Fewest:
     """A minimal set of constraints with which Shardy's propagation gives the assignment's program, besides arguments' and results'."""
     started = time.perf_counter()
-    mesh = assignment.mesh
-    everything = lowering_mesh(mesh, graph)
-    sites: list[tuple[int, NamedSharding]] = []
-
-    def lower(constrain: Callable[[Any, NamedSharding, int], Any]) -> jax.stages.Lowered:
-        sites.clear()
-        flat = constrained(jaxpr, graph, rules, assignment, everything, reshard_path, constrain, differentiable=False)
-        results = zip(result_layouts(graph, assignment), graph.results, strict=True)
-        pairs = [*((assignment.layout(value), value) for value in graph.arguments), *results]
-        shardings = [to_named_sharding(layout, graph.values[value].rank, mesh.names, everything) for layout, value in pairs]
-        return lowered_flat(flat, jaxpr, shardings[: len(graph.arguments)], shardings[len(graph.arguments) :])
-
-    def numbered(x: Any, sharding: NamedSharding, value: int) -> Any:
-        sites.append((value, sharding))
-        with jax.named_scope(f"{MARK}{len(sites) - 1}"):
-            return jax.lax.with_sharding_constraint(x, sharding)
-
-    module = lower(numbered).compiler_ir("stablehlo")
+    program, mesh = _Program(jaxpr, graph, rules, assignment, reshard_path), assignment.mesh
+    lowered, sites = program.constrained()
+    module = lowered.compiler_ir("stablehlo")
     lines = _lines(sites, graph, rules, assignment)
     wanted = _Outcome.of(module, mesh)
     trials = 0
@@ -132,23 +117,53 @@ def fewest_pins(
     present = [line for line in lines if line.present]
     added, minimal = _minimal([line for line in lines if not line.present], lambda kept: suffices([*present, *kept]), deadline, progress)
     kept = {number for line in (*present, *added) for number in line.sites}
-    n_constraints = len(sites)
-
-    def chosen(x: Any, sharding: NamedSharding, value: int) -> Any:
-        sites.append((value, sharding))
-        return jax.lax.with_sharding_constraint(x, sharding) if len(sites) - 1 in kept else x
-
-    alone = _Outcome.of(lower(chosen), mesh)
+    alone = _Outcome.of(program.constrained(kept)[0], mesh)
     return Fewest(
         pins=tuple(line.pin for line in sorted(added, key=lambda line: line.sites)),
         differing=alone.differences(wanted),
         per_shard=_per_shard(graph, rules, assignment),
         extra_compute=alone.nbytes / wanted.nbytes - 1 if wanted.nbytes else 0.0,
         minimal=minimal,
-        n_constraints=n_constraints,
+        n_constraints=len(sites),
         trials=trials,
         seconds=time.perf_counter() - started,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """A program with an assignment, to be lowered with constraints; attributes as the arguments of `fewest_pins`."""
+
+    jaxpr: ClosedJaxpr
+    graph: Graph
+    rules: tuple[Rule | None, ...]
+    assignment: Assignment
+    reshard_path: ReshardPath
+
+    def constrained(self, kept: Set[int] | None = None) -> tuple[jax.stages.Lowered, list[tuple[int, NamedSharding]]]:
+        """The program lowered, and the value and the sharding of each constraint.
+
+        Args:
+            kept: the numbers of the constraints that it has; None: all, each under its number as its name.
+        """
+        graph, assignment = self.graph, self.assignment
+        everything, sites = lowering_mesh(assignment.mesh, graph), list[tuple[int, NamedSharding]]()
+
+        def constrain(x: Any, sharding: NamedSharding, value: int) -> Any:
+            number = len(sites)
+            sites.append((value, sharding))
+            if kept is not None:
+                return jax.lax.with_sharding_constraint(x, sharding) if number in kept else x
+            with jax.named_scope(f"{MARK}{number}"):
+                return jax.lax.with_sharding_constraint(x, sharding)
+
+        path = self.reshard_path
+        flat = constrained(self.jaxpr, graph, self.rules, assignment, everything, path, constrain, differentiable=False)
+        results = zip(result_layouts(graph, assignment), graph.results, strict=True)
+        pairs = [*((assignment.layout(value), value) for value in graph.arguments), *results]
+        shardings = [to_named_sharding(layout, graph.values[value].rank, assignment.mesh.names, everything) for layout, value in pairs]
+        n = len(graph.arguments)
+        return lowered_flat(flat, self.jaxpr, shardings[:n], shardings[n:]), sites
 
 
 def _per_shard(graph: Graph, rules: tuple[Rule | None, ...], assignment: Assignment) -> tuple[str, ...]:

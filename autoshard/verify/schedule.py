@@ -1,6 +1,6 @@
 """Step time of a compiled program: from its schedule where the compiler estimates cycles, otherwise from its collectives and FLOPs.
 
-A schedule's time is the compiler's cycles at the device's clock, in the compiler's order, plus the exposed time of each collective, which
+A schedule's time is the compiler's cycles by a `Clock`, in the compiler's order, plus the exposed time of each collective, which
 takes the cost model's time for the compiled bytes and axes, and is awaited at its ``-done`` if it is asynchronous.
 """
 
@@ -12,19 +12,20 @@ from collections.abc import Iterable
 from autoshard.cost.collectives import Communication
 from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh, as_compiled
+from autoshard.verify.attribution import Clock, kernel_of
 from autoshard.verify.compare import matched
 from autoshard.verify.flops import cycles_of
 from autoshard.verify.hlo import Computation, Instruction, Module, sent_by
 
 
-def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, clock_hertz: float) -> float:
+def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, clock: Clock) -> float:
     """The time of a compiled module's schedule: its instructions in order, with asynchronous collectives beside them.
 
     Args:
         hlo_text: from the TPU compiler, after code generation, so that it has cycles.
         mesh: the mesh.
         communication: the cost of collectives on it.
-        clock_hertz: of the device.
+        clock: the device's, as `Clock.of` has it, or the compiler's own.
     """
     module = Module(hlo_text)
 
@@ -33,7 +34,6 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, c
         now = wires = 0.0
         in_flight: dict[str, float] = {}
         for instruction in computation.values():
-            cycles = cycles_of(instruction)
             started, channel, ends = _sends(module, computation, instruction, mesh)
             if ends:
                 now = max(now, in_flight.pop(channel, now))
@@ -41,8 +41,8 @@ def scheduled_seconds(hlo_text: str, mesh: Mesh, communication: Communication, c
                 wires = in_flight[channel] = max(now, wires) + sent_seconds(started, mesh, communication)
             elif started:
                 now = wires = max(now, wires) + sent_seconds(started, mesh, communication)
-            if cycles is not None:
-                now += cycles / clock_hertz
+            if cycles_of(instruction) is not None:
+                now += clock.seconds(kernel_of(module, computation, instruction))
             elif instruction.opcode != "fusion":
                 now += sum(times * walk(callee) for callee, times in module.called(instruction))
         return max(now, wires)

@@ -114,7 +114,11 @@ def in_phases(planned: Iterable[Collective], mesh: Mesh, cluster: Cluster) -> It
     """The collectives as XLA:TPU compiles them for several slices: within, across, within, where one is over several devices of each."""
     links = dict(zip(mesh.names, cluster.links(mesh), strict=True))
     for each in planned:
+        is_narrow = any(made.kind == "all_to_all" for made in each.compiled or ())
         for made in as_compiled([each]):
+            if is_narrow and made.kind == "reduce_scatter" and any(links[axis].crossed for axis in made.mesh_axes):
+                yield replace(made, kind="all_reduce")  # within slices, before their parts cross (`autoshard.cost.narrow_sums`)
+                continue
             wide = each.bytes if made.kind == each.kind else made.bytes  # what is narrowed is so within slices alone
             link = join([links[axis] for axis in made.mesh_axes]) if made.mesh_axes else None
             crosses = link is not None and link.crossed and made.kind in ("all_reduce", "all_gather", "reduce_scatter")

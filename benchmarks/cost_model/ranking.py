@@ -30,14 +30,14 @@ from autoshard.run.recorded import record_of
 from autoshard.search import DataParallel, FullySharded, RecursiveProgramming, Solution
 from autoshard.search.propagation import Propagation
 from autoshard.trace import trace
-from autoshard.verify import scheduled_seconds
+from autoshard.verify import Clock, scheduled_seconds
 from benchmarks import single_dtype
 from benchmarks.cost_model.compiled import Case, compiled
 from benchmarks.cost_model.findings import Findings, Target, quantile, spearman
 from benchmarks.models import Program
 
 CLUSTER = "v5e:2x4"
-CLOCK = 1.5e9  # Hz, of v5e: from its peak, 197 Tflop/s of 4 x 128 x 128 multiply-adds a cycle
+CLOCK = Clock.of(Cluster.parse(CLUSTER).device)  # predictions are compared: with products at the share of the peak that these have
 MESHES = ({"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2})
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "gpt": lambda: single_dtype.gpt(1, width=512, heads=8, vocabulary=8192, batch=64, length=512),

@@ -41,16 +41,23 @@ def cast(weights: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda weight: weight.astype(dtype), weights)
 
 
-def _train_step(loss: Callable, weights: Any, *batch: jax.ShapeDtypeStruct, params: Any = None, optimizer: Any = None) -> Program:
-    """The program of a loss: its weights are kept as ``params``, a dtype, or as they are, and updated by an optimizer, or AdamW."""
+def _train_step(
+    loss: Callable, weights: Any, *batch: jax.ShapeDtypeStruct, params: Any = None, optimizer: Any = None, frozen: Any = None
+) -> Program:
+    """The program of a loss: its weights are kept as ``params``, a dtype, or as they are, and updated by an optimizer, or AdamW.
+
+    ``frozen`` weights, if there are any, are part of the state that no gradient is made of; the loss takes them after the others.
+    """
     if params is not None:
         weights = jax.tree.map(lambda weight: leaf(*weight.shape, dtype=params), weights)
     optimizer = optimizer or optax.adamw(1e-3)
-    state = {"params": weights, "optimizer": jax.eval_shape(optimizer.init, weights)}
+    held = {} if frozen is None else {"frozen": frozen}
+    state = {"params": weights, "optimizer": jax.eval_shape(optimizer.init, weights)} | held
 
     def train_step(state: Any, *batch: jax.Array) -> tuple[Any, jax.Array]:
-        value, gradients = jax.value_and_grad(loss)(state["params"], *batch)
+        kept = {name: state[name] for name in held}
+        value, gradients = jax.value_and_grad(loss)(state["params"], *kept.values(), *batch)
         updates, moments = optimizer.update(gradients, state["optimizer"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments}, value
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": moments} | kept, value
 
     return train_step, (state, *batch)

@@ -23,11 +23,13 @@ from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
 from autoshard.pipeline.plan_search import search_plans
 from autoshard.pipeline.plans import Asked
+from autoshard.plan.forms import Form
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.stage_searches import problems_on
 from autoshard.plan.user_pins import Asked as Pins
 from autoshard.plan.user_pins import user_pins
 from autoshard.problem import Problem
+from autoshard.rewrite import applied
 from autoshard.rewrite.attention import proposals
 from autoshard.rewrite.options import Rewriting
 from autoshard.rules import rules_of
@@ -99,7 +101,8 @@ def in_stages(run: Run, cluster: Cluster) -> Predicted:
     traced = _traced(run, cluster, 1, scan=False)
     mesh = Mesh.of(_mesh(run, cluster))
     asked = Asked(math.inf, (run.schedule,), [run.stages], run.microbatches)
-    plans = search_plans(traced, cluster, partial(problems_on, Pins.of(_specs(run, stacked=0), None), mesh=mesh), asked)
+    pins = user_pins(Pins.of(_specs(run, stacked=0), None), traced.graph, [], False)
+    plans = search_plans(traced, cluster, partial(problems_on, pins, mesh), asked)
     if plans is None or not plans.ranked:
         raise ValueError(f"a published plan with stages has equal layers that its stages can share; {run} has not.")
     best = plans.ranked[0]
@@ -107,9 +110,9 @@ def in_stages(run: Run, cluster: Cluster) -> Predicted:
 
 
 def _traced(run: Run, cluster: Cluster, microbatches: int, scan: bool) -> Traced:
-    traced = traced_of(*_program(run, scan), 0, (), cluster, microbatches)[0]
+    traced = traced_of(*_program(run, scan), 0, (), cluster, Form(microbatches))[0]
     fused = proposals(traced, cluster, Rewriting(kernels="auto")) if run.attention != "plain" else ()
-    return fused[0].apply(traced) if fused else traced
+    return applied(fused[0], traced) if fused else traced
 
 
 def _program(run: Run, scan: bool) -> tuple[Any, Any]:

@@ -123,6 +123,7 @@ def test_loops_demand_what_their_bodies_do():
         assert x == expected | EXACT  # doubled, too
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LAWS)
 def test_demands_never_rise_when_a_reader_is_removed(name):
     """Without some op, or some result of the program, no more is demanded of any value."""

@@ -228,6 +228,7 @@ def halved(w, x):
     return jax.lax.scan(grow, jnp.zeros(x.shape[2:], jnp.int32), x)[0] + w[:, 0].astype(jnp.int32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("fn", "args", "lies", "sent"),
     [

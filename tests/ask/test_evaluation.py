@@ -26,6 +26,7 @@ def split_weights(args):
     return (state, *(P("data") for _ in args[1:]))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("specs", [data_parallel, split_weights])
 @pytest.mark.parametrize("program", [mlp, gpt, gpt_scan, convnet])
 def test_evaluation_predicts_what_plain_jit_does(program, specs):

@@ -53,6 +53,7 @@ def test_what_does_not_fit_as_compiled_is_searched_again_once(monkeypatch):
     assert step.strategy.notes[-1].startswith("searched again on devices")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", ["Out of memory allocating 123 bytes.", "Ran out of memory. Used 9.5M of 5M hbm."])
 def test_a_step_that_runs_out_of_memory_is_searched_again(monkeypatch, message):
     """No error reaches the user where nothing was used up."""
@@ -85,6 +86,7 @@ def test_other_errors_and_used_up_state_are_not_searched_again(monkeypatch):
             made()(*arguments())
 
 
+@pytest.mark.slow
 def test_where_nothing_needs_less_the_step_runs_as_it_is(monkeypatch):
     """The compiler's word is no reason to refuse what may run."""
     monkeypatch.setattr(first_call, "peak_bytes_of", lambda memory: 1e12)

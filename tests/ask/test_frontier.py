@@ -30,6 +30,7 @@ def test_no_strategy_is_beaten_by_another(mlp):
     assert all(one[0] < other[0] and one[1] > other[1] for one, other in pairwise(found))
 
 
+@pytest.mark.slow
 def test_what_dynamic_programming_proves_holds_for_what_holds_as_little(mlp):
     """The fastest has the bound that a search without a limit proves on its mesh, and no bound is above what any other met."""
     fn, args = PROGRAMS["mlp"]()
@@ -50,19 +51,28 @@ def test_no_baseline_beats_any_of_them(mlp):
         assert any(peak <= cost.peak_bytes * 1.02 and seconds <= cost.makespan_seconds for peak, seconds in costs(mlp))
 
 
-def test_the_limit_is_kept_and_within_picks_from_it(mlp):
-    """Nothing lies above the limit; within gives the fastest below another one, or names the smallest peak."""
+@pytest.mark.slow
+def test_the_limit_is_kept(mlp):
+    """Nothing lies above the limit; one that nothing fits is refused with the smallest peak."""
     fn, args = PROGRAMS["mlp"]()
     limit = (mlp[0].cost.peak_bytes + mlp[-1].cost.peak_bytes) / 2
     assert all(peak <= limit for peak, _ in costs(autoshard.frontier(fn, *args, memory_limit_bytes=limit, **OPTIONS)))
+    with pytest.raises(InfeasibleError, match="the smallest peak") as caught:
+        autoshard.frontier(fn, *args, memory_limit_bytes=10.0, **OPTIONS)
+    assert caught.value.smallest_peak_bytes == mlp[0].cost.peak_bytes
+
+
+def test_within_picks_from_it(mlp):
+    """It gives the fastest below a limit, or names the smallest peak."""
+    limit = (mlp[0].cost.peak_bytes + mlp[-1].cost.peak_bytes) / 2
     assert mlp.within(limit).cost.peak_bytes <= limit < mlp[-1].cost.peak_bytes
     assert mlp.within(1e12) is mlp[-1]
-    for refused in (lambda: mlp.within(10.0), lambda: autoshard.frontier(fn, *args, memory_limit_bytes=10.0, **OPTIONS)):
-        with pytest.raises(InfeasibleError, match="the smallest peak") as caught:
-            refused()
-        assert caught.value.smallest_peak_bytes == mlp[0].cost.peak_bytes
+    with pytest.raises(InfeasibleError, match="the smallest peak") as caught:
+        mlp.within(10.0)
+    assert caught.value.smallest_peak_bytes == mlp[0].cost.peak_bytes
 
 
+@pytest.mark.slow
 def test_few_points_are_kept_where_few_are_asked_for():
     """Of one point it is the fastest; none is refused."""
     fn, args = PROGRAMS["mlp"]()

@@ -144,6 +144,7 @@ def test_a_foreign_function_is_mapped_and_scanned(declared):
     np.testing.assert_allclose(strategy.apply(step)(x), step(x), rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kernel", "args"),
     [

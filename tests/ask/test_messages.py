@@ -123,7 +123,9 @@ def test_another_shape_is_searched_again_with_a_warning():
     ) as caught:
         np.testing.assert_allclose(scaled(w, {"x": jnp.ones((4, 8))}), 8.0 * jnp.ones((4, 8)))
     assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match=r"of bfloat16\[4,8\], after float32\[4,8\]. Pass the same dtypes"):
+    with pytest.warns(UserWarning, match=r"after float32\[4,8\]. Weak types are those of arrays made of Python's numbers"):
+        scaled(w, {"x": jnp.full((4, 8), 1.0)})
+    with pytest.warns(UserWarning, match=r"of bfloat16\[4,8\], after weak float32\[4,8\]. Pass the same dtypes"):
         scaled(w, {"x": jnp.ones((4, 8), jnp.bfloat16)})
     with pytest.warns(UserWarning, match="arguments of another structure"):
         scaled(w, {"x": jnp.ones((4, 8)), "y": jnp.ones(4)})
@@ -193,6 +195,7 @@ def test_donated_arguments_are_not_taken_twice():
         step(kept, x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("searcher", ["data_parallel", "dynamic_programming", "auto"])
 def test_a_search_leaves_a_reserve_where_it_can(searcher):
     """What takes all of a device's memory, as near as that is predicted, is returned where nothing smaller is there, and says so."""

@@ -40,6 +40,7 @@ def plain(w1, w2, x, y):
     return step(w1, w2, x, y)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"data": 8}, MESH])
 @pytest.mark.parametrize("searcher", ["data_parallel", "fully_sharded"])
 def test_pasted_lines_make_the_strategys_collectives(searcher, mesh):
@@ -68,6 +69,7 @@ def test_pasted_lines_make_the_strategys_collectives(searcher, mesh):
     assert rows and all(row.agrees for row in rows)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["mlp", "convnet", "lstm"])
 def test_printed_specs_are_the_strategys(name):
     """The printed table of endings gives every argument and result its own sharding."""
@@ -182,6 +184,7 @@ def test_an_unfinished_search_says_so():
     assert "Fewer may do" in text and "Verified" in text
 
 
+@pytest.mark.slow
 def test_the_set_up_of_modules_places_them():
     """For Flax NNX arguments the printed text puts every leaf where its spec says, and the step runs on."""
 
@@ -218,6 +221,7 @@ def test_pasted_lines_place_the_mesh():
     assert scope["mesh"].devices.tolist() == jax_mesh(mesh).devices.tolist() == np.array(jax.devices()).reshape(2, 4).T.tolist()
 
 
+@pytest.mark.slow
 def test_a_placed_strategy_computes_the_same():
     """Wherever the devices stand, the step's results are those of the plain function, and its collectives as predicted."""
     arguments = [jax.random.normal(jax.random.key(n), arg.shape, arg.dtype) for n, arg in enumerate(ARGS)]

@@ -11,7 +11,7 @@ import pytest
 
 import autoshard
 from autoshard.ask.reduced_numbers import reduced_numbers
-from autoshard.rewrite import attention_kernels
+from autoshard.rewrite import ring_attention
 from tests.rewrite.attention_programs import FUSED, arrays, gradients
 
 
@@ -22,6 +22,7 @@ def fused():
     return autoshard.search(fn, *args, cluster="v5e:2x4", kernels="auto"), fn, args
 
 
+@pytest.mark.slow
 def test_fused_attention_computes_what_it_replaces(fused):
     """Forward and gradients, at a reduced size, in the verification, its report and its JSON."""
     strategy, fn, args = fused
@@ -33,15 +34,16 @@ def test_fused_attention_computes_what_it_replaces(fused):
     assert not autoshard.verify(strategy, fn, *args, numbers=False).numbers
 
 
+@pytest.mark.slow
 def test_a_kernel_that_computes_something_else_is_told(fused, monkeypatch):
     """A window that is one key shorter: the verdict, and so the command's exit code."""
     strategy, fn, args = fused
-    right = attention_kernels.IMPLEMENTATIONS["splash attention"]
+    right = ring_attention.IMPLEMENTATIONS["splash attention"]
 
     def shorter(problem, interpret):
         return right.function(replace(problem, highest=problem.highest - 1), interpret)
 
-    monkeypatch.setitem(attention_kernels.IMPLEMENTATIONS, right.name, replace(right, function=shorter))
+    monkeypatch.setitem(ring_attention.IMPLEMENTATIONS, right.name, replace(right, function=shorter))
     found = reduced_numbers(fn, args, strategy.record)
     verified = replace(autoshard.verify(strategy, fn, *args, numbers=False), numbers=found)
     assert not found[0].agree and found[0].forward > 1e-3 < found[0].gradients
@@ -86,6 +88,7 @@ def test_what_cannot_be_compared_says_why():
     assert "does not run on this machine" in numbers.missing and numbers.agree
 
 
+@pytest.mark.slow
 def test_stages_with_kernels_are_verified():
     """Each stage's lowered programs, with calls in the place of kernels, and the numbers of the whole."""
 

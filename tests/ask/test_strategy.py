@@ -17,23 +17,9 @@ from programs import PROGRAMS, concrete, mlp
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.run.step import bucket_options
-from autoshard.verify import collectives_of
+from autoshard.run.step import platform_options
 
 SEARCHERS = ("data_parallel", "fully_sharded", "recursive_programming")
-QUICK = {  # of three plans for each program those that share least: the searched one, and the baselines where control flow differs
-    *((program, "recursive_programming") for program in PROGRAMS),
-    *((program, searcher) for program in ("mlp", "lstm", "control_flow") for searcher in SEARCHERS),
-    ("gpt_scan", "fully_sharded"),
-    ("convnet", "fully_sharded"),
-    ("moe", "data_parallel"),
-}
-
-
-def pairs_of(programs):
-    """Each program with each searcher; those that are not `QUICK` run with the slow tests."""
-    pairs = ((program, searcher) for program in programs for searcher in SEARCHERS)
-    return [pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.slow, id="-".join(pair)) for pair in pairs]
 
 
 def is_spec(x):
@@ -47,7 +33,9 @@ def assert_close(got, wanted, tolerance=1e-5):
         np.testing.assert_allclose(a, b, atol=tolerance * max(1e-3, np.abs(b).max(initial=0)), rtol=0)
 
 
-@pytest.mark.parametrize(("program", "searcher"), pairs_of(PROGRAMS))
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("searcher", SEARCHERS)
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_applied_steps_compute_the_same(program, searcher):
     """On eight devices, heavily sharded, every program gives the unsharded numbers, twice in a row where it steps."""
     fn, args = PROGRAMS[program]()
@@ -61,17 +49,6 @@ def test_applied_steps_compute_the_same(program, searcher):
         assert result.sharding.is_equivalent_to(jax.sharding.NamedSharding(result.sharding.mesh, spec), result.ndim)
     if isinstance(wanted, tuple) and jax.tree.structure(wanted[0]) == jax.tree.structure(real[0]):
         assert_close(step(got[0], *real[1:]), jax.jit(fn)(wanted[0], *real[1:]), 1e-4)
-
-
-@pytest.mark.parametrize(("program", "searcher"), pairs_of(["mlp", "convnet", "gpt", "gpt_scan", "control_flow"]))
-def test_collectives_are_those_predicted(program, searcher):
-    """The compiled module sends what the strategy says, within a fiftieth of its bytes, on one mesh axis."""
-    fn, args = PROGRAMS[program]()
-    strategy = autoshard.search(fn, *args, cluster=eager_cluster(), searcher=searcher, mesh={"data": 8})
-    text = strategy.apply(fn).lower(*args).compile().as_text()
-    sent = sum(c.bytes * c.count for c in collectives_of(text, strategy.record.mesh))
-    predicted = sum(c.bytes * c.count for c in strategy.cost.collectives)
-    assert sent == pytest.approx(predicted, rel=0.02)
 
 
 def test_state_keeps_its_spec_and_donation_is_kept():
@@ -97,7 +74,7 @@ def test_specs_are_structured_as_arguments_and_results():
 
 def test_saved_strategies_run(tmp_path):
     """A strategy that was saved and loaded is equal, runs, and saves to the same bytes."""
-    fn, args = PROGRAMS["gpt"]()
+    fn, args = PROGRAMS["mlp"]()
     strategy = autoshard.search(fn, *args, cluster=eager_cluster(), mesh={"data": 4, "model": 2})
     strategy.save(tmp_path / "s.json")
     loaded = autoshard.load(tmp_path / "s.json")
@@ -221,7 +198,7 @@ def test_pins_and_constraints_inside_are_kept():
 
 def test_evaluate_costs_a_given_sharding():
     """Data parallel, given by its argument specs, costs what the searcher of that name says; any cluster will do."""
-    fn, args = PROGRAMS["gpt"]()
+    fn, args = PROGRAMS["mlp"]()
     specs = (P(), *[P("data")] * (len(args) - 1))
     given = autoshard.evaluate(fn, *args, cluster="cpu:8", mesh={"data": 8}, in_specs=specs)
     searched = autoshard.search(fn, *args, cluster="cpu:8", mesh={"data": 8}, searcher="data_parallel")
@@ -231,6 +208,7 @@ def test_evaluate_costs_a_given_sharding():
     assert autoshard.evaluate(fn, *args, cluster="v5e:4x8", mesh=mesh, in_specs=specs).mesh_shape == mesh
 
 
+@pytest.mark.slow
 def test_a_number_as_the_mesh_is_how_many_axes_it_may_have():
     """More axes give more meshes to search, and an answer that is no slower."""
     fn, args = PROGRAMS["mlp"]()
@@ -285,6 +263,7 @@ def test_calls_may_name_arguments():
         step(jnp.ones(8), z=1)
 
 
+@pytest.mark.slow
 def test_depthwise_convolutions_run_sharded():
     """A grouped convolution whose batch is sharded runs per shard, forward and backward."""
 
@@ -326,6 +305,7 @@ def test_clusters_of_files_are_taken_wherever_clusters_are(tmp_path):
         autoshard.search(jnp.dot, w, w, cluster="nowhere.toml")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("searched_weak", [True, False])
 def test_weakly_typed_state_may_become_strong(searched_weak):
     """A temperature made by `jnp.log` of a number is weakly typed until its first update; the strategy is of that step all the same."""
@@ -382,4 +362,4 @@ def test_buckets_are_the_compilers():
     for wrong in (-1, 2.5e7, True):
         with pytest.raises(autoshard.StrategyError, match=r"bucket_bytes is a whole number of bytes.*got"):
             strategy.apply(step, bucket_bytes=wrong)
-    assert bucket_options("gpu", 5)["xla_gpu_all_reduce_combine_threshold_bytes"] == 5
+    assert platform_options("gpu", 5)["xla_gpu_all_reduce_combine_threshold_bytes"] == 5

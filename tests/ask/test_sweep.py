@@ -52,6 +52,8 @@ def test_predicted_times_have_the_interval_of_published_runs(tmp_path):
     found, without = autoshard.sweep(step, args(512), clusters=[cluster, plain], tokens_per_example=4, total=1e12, searcher="data_parallel")
     seconds = found.step_seconds
     assert found.strategy is not None and found.interval_seconds == found.strategy.cost.interval_seconds == (0.5 * seconds, 4 * seconds)
+    late = replace(found.strategy.cost, communication_seconds=3.0, exposed_communication_seconds=1.0, late_share=2.0)
+    assert late.interval_seconds == (0.5 * seconds, 4 * seconds + 2 * 2.0), "what is hidden may be late"
     found.strategy.save(tmp_path / "kept.json")
     assert autoshard.load(tmp_path / "kept.json").cost.interval_seconds == found.interval_seconds
     between = format_between(*found.interval_seconds)
@@ -60,6 +62,18 @@ def test_predicted_times_have_the_interval_of_published_runs(tmp_path):
     assert found.days(1e11) == f"{days:,.1f} ({days / 2:,.1f} to {4 * days:,.1f})"
     assert without.interval_seconds is None and "(" not in without.days(1e12)
     assert without.strategy is not None and "published runs" not in str(without.strategy.explain())
+
+
+@pytest.mark.parametrize("error", [0.0, 0.9])
+def test_points_that_predictions_do_not_tell_apart_are_told(error):
+    """On one chip within what two plans are off by from each other, the simplest first, whatever else all plans are off by."""
+    known = Cluster.parse("v5e:2x4")
+    cluster = replace(known, device=replace(known.device, low_share=0.1, high_share=9.0, pair_error=error))
+    meshes = {"data": 2, "model": 4}, {"data": 8}
+    found = autoshard.sweep(step, args(512), clusters=[cluster], meshes=meshes, searcher="recursive_programming")
+    assert [[dict(point.mesh) for point in group] for group in found.equals] == ([[*reversed(meshes)]] if error else [])
+    assert ("the simplest first: v5e:2x4 on mesh data=8; " in str(found)) == bool(error)
+    assert len(json.loads(found.to_json())["equal"]) == len(found.equals)
 
 
 def test_each_batch_is_traced_once(monkeypatch):
@@ -93,6 +107,7 @@ def test_a_price_turns_device_hours_into_money():
         autoshard.sweep(step, args, prices={"h100": 2.0}, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_a_row_with_its_reason():
     """It ends no sweep, and is on no front."""
     result = autoshard.sweep(step, args, memory_limit_bytes=1.5e6, **OPTIONS)

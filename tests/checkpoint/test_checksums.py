@@ -25,7 +25,7 @@ def test_shardings_make_no_difference():
     arrays = [array(dtype) for dtype in DTYPES]
     whole = checksums(arrays)
     assert len(set(whole)) > 1 and all(0 <= each < 2**32 for each in whole)
-    for shape, spec in (((8,), P("a")), ((4,), P(None, "a")), ((2, 4), P("a", "b")), ((2, 4), P("b")), ((8,), P())):
+    for shape, spec in (((4,), P(None, "a")), ((2, 4), P("a", "b")), ((8,), P())):
         mesh = jax.sharding.Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("a", "b")[: len(shape)])
         assert checksums([jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]) == whole
 

@@ -82,6 +82,7 @@ def check_equal(found, wanted):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("n", [8, 6, 4, 2, 1])
 def test_any_mesh_restores_the_same_bits(trained, n):
     """On 8, 6, 4, 2 devices and 1: the leaves of all kinds, where the strategy wants them, and the same next loss."""
@@ -119,6 +120,7 @@ def test_the_devices_of_the_saved_strategy_have_to_be_there(trained):
     check_equal(found, state)
 
 
+@pytest.mark.slow
 def test_donated_arrays_may_be_saved_before(tmp_path):
     """What was saved is what was there, although the next step's results overwrite it."""
     strategy = autoshard.search(train_step, make_state(), BATCH, cluster="cpu:2", mesh={"data": 2}, donate_argnums=0)
@@ -163,6 +165,7 @@ def equinox_program():
     return make, step
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", [linen_program, equinox_program])
 @pytest.mark.parametrize("is_loaded", [False, True])
 def test_states_of_frameworks_come_back_whole(program, is_loaded, tmp_path):

@@ -16,6 +16,7 @@ def hurried(monkeypatch):
     monkeypatch.setattr(calibration, "QUICK", Effort(run_seconds=1e-4, total_seconds=0.0, least_rounds=1))
 
 
+@pytest.mark.slow
 def test_calibrate_writes_what_search_reads(run, tmp_path):
     """The report names the file; the JSON has the same cluster; a search takes the file."""
     code, out, _ = run("calibrate", "--quick", "--json", "--out", "mine.toml")
@@ -26,6 +27,7 @@ def test_calibrate_writes_what_search_reads(run, tmp_path):
     assert code == 0 and json.loads(out)["cluster"] == found["cluster"]
 
 
+@pytest.mark.slow
 def test_calibrate_prints_measured_next_to_fitted(run, tmp_path):
     """A person reads a table of constants, one of each section, the errors, and what to do with the file."""
     code, out, _ = run("calibrate", "--quick")
@@ -44,10 +46,11 @@ def test_an_interrupted_calibration_leaves_nothing(run, monkeypatch, tmp_path):
     assert code == 130 and "interrupted" in err and not (tmp_path / "cluster.toml").exists()
 
 
-def test_a_single_device_says_what_was_not_measured(run, monkeypatch):
-    """Of one device the report says that there is no collective, and the command how to measure some."""
+def test_a_single_device_says_what_was_not_measured(run, monkeypatch, tmp_path):
+    """Of one device the report says that there is no collective, and the command how to measure some; the file is there."""
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
     code, out, _ = run("calibrate", "--quick")
     out = " ".join(out.split())
     assert code == 0 and "Calibration of 1 cpu device" in out and "no collective" in out and "calibrate --devices 8" in out
+    assert Cluster.load(tmp_path / "cluster.toml").n_devices == 1

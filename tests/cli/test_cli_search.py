@@ -7,6 +7,7 @@ import os
 import struct
 import termios
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,15 +32,40 @@ def test_search_reports_and_saves(search, run, tmp_path):
 
 
 def test_explain_writes_a_page_and_a_trace(search, run, tmp_path):
-    """Instead of text, where they are asked for; a trace of a strategy without its program is refused with what to do."""
+    """Instead of text, where they are asked for; from the file they are those from the program, and a search writes the page itself."""
     assert search("--save", "s.json")[0] == 0
     program = "user_program:train_step", "--args", "user_program:example_args"
     code, out, err = run("explain", "s.json", *program, "--html", "r.html", "--trace", "t.json")
     assert code == 0 and not out.strip() and "saved to r.html" in err and "saved to t.json" in err
     assert (tmp_path / "r.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["traceEvents"]
-    code, _, err = run("explain", "s.json", "--trace", "u.json")
-    assert code and "MODULE:FUNCTION" in err
+    assert run("explain", "s.json", "--html", "again.html", "--trace", "u.json")[0] == 0 and (tmp_path / "u.json").exists()
+    assert search("--html", "found.html")[0] == 0
+    assert (tmp_path / "again.html").read_text(encoding="utf-8") == (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<!DOCTYPE html>" in (tmp_path / "found.html").read_text(encoding="utf-8")
+
+
+def test_what_if_estimates_another_size_from_a_file(search, run):
+    """Without the program: the figures of another batch, as JSON too; what needs a search is refused with what to do."""
+    assert search("--mesh", "data=8", "--searcher", "data_parallel", "--save", "s.json")[0] == 0
+    code, out, _ = run("what-if", "s.json", "--batch", "128", "--json")
+    told = json.loads(out)
+    assert code == 0 and told["after"]["flops"] == 2 * told["before"]["flops"]
+    assert "Estimated from the file" in run("what-if", "s.json", "--cluster", "cpu:16")[1]
+    for words in (("--mesh", "data=4"), ()):
+        code, _, err = run("what-if", "s.json", *words)
+        assert code == 2 and "MODULE:FUNCTION" in err
+
+
+def test_explain_opens_the_page(search, run, monkeypatch):
+    """With --open, in a temporary file unless --html names one."""
+    opened = []
+    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
+    assert run("explain", "gpt_2_v5e_4x4_auto", "--open")[0] == 0
+    (url,) = opened
+    file = Path(url.removeprefix("file://"))
+    assert file.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    file.unlink()
 
 
 def test_json_alone_is_on_stdout(search, run):
@@ -118,9 +144,8 @@ def test_evaluate_costs_the_given_sharding(run):
     assert code == 0 and 0 < found["makespan_seconds"] <= given["makespan_seconds"]
     code, out, _ = run("compare", "found.json", "given.json")
     assert code == 0 and "1.00 x" in out and "given" in out and ".json" not in out and "sharded otherwise" in out
-    assert "By layer" not in out and "Different programs" not in out
-    code, out, _ = run("compare", "found.json", "given.json", "--program", *program[:3])
-    assert code == 0 and "By layer" in out
+    assert "By layer" in out and "Different programs" not in out  # the files keep what that needs
+    assert run("compare", "found.json", "given.json", "--program", *program[:3])[:2] == (0, out)
     code, _, error = run("compare", "found.json", "--program", *program[:3])
     assert code == 2 and "Name two files" in error
 
@@ -181,9 +206,16 @@ def test_programs_that_are_not_found(run, program, piece):
     assert code == 2 and piece in err
 
 
+@pytest.mark.parametrize("words", [("search", "--cluster"), ("evaluate", "--mesh", "data=8", "--cluster"), ("sweep", "--clusters")])
+def test_what_is_no_cluster_is_told_before_a_program_is_loaded(run, words):
+    """Which may take its time."""
+    code, _, err = run(words[0], "nowhere:f", *words[1:], "h100:9x")
+    assert code == 2 and "a cluster is" in err and "nowhere" not in err
+
+
 def test_a_misspelt_name_has_a_suggestion(run):
     """Of a function, and of arguments, which may be a tuple."""
-    for program, args, meant in (("train_stp", "ARGS", "train_step"), ("train_step", "user_program:ARG", "user_program:ARGS")):
+    for program, args, meant in (("train_stp", "user_program:ARGS", "train_step"), ("train_step", "user_program:ARG", "user_program:ARGS")):
         code, _, err = run("search", f"user_program:{program}", "--args", args, "--cluster", "cpu:8")
         assert code == 2 and f"Did you mean user_program:{meant.removeprefix('user_program:')}?" in err
 
@@ -330,6 +362,7 @@ def test_a_search_is_confirmed_by_the_compiler_unless_told_otherwise(search):
     assert code == 0 and "Confirmed by cpu" in out and "on cpu devices" in out
 
 
+@pytest.mark.slow
 def test_a_frontier_takes_the_options_of_a_search(search):
     """Recomputation among them; other words are refused."""
     code, out, _ = search("--frontier", "2", "--remat", "full", "--json")

@@ -43,6 +43,7 @@ def test_strategies_are_listed_against_experts(shelf, run):
     assert text == run("strategies", NAMES[0])[1] and text.startswith(run("explain", NAMES[0])[1]) and "No compiler has confirmed" in text
 
 
+@pytest.mark.slow
 def test_names_are_whole_on_80_columns():
     """Each strategy that comes with autoshard has a line that begins with its name, as one types it, and no line is longer."""
     records, out = {name: library.load(name) for name in library.names()}, io.StringIO()
@@ -67,6 +68,7 @@ def test_what_is_not_reproduced_is_found_and_made_again(shelf, run):
     assert run("strategies", "refresh", "--all", NAMES[1], "--any")[0] == 2
 
 
+@pytest.mark.slow
 def test_what_a_compiler_makes_of_a_strategy_stays_with_its_plan(shelf, run):
     """`confirm` writes the compiled figures into the file, which `show` prints; a refresh keeps them for the same plan, and no other."""
     code, text, _ = run("strategies", "confirm", NAMES[1])
@@ -93,6 +95,7 @@ def test_a_strategy_whose_program_is_not_known_is_an_error(shelf, run):
         assert code == 1 and "was made by 'autoshard demo'" in text
 
 
+@pytest.mark.slow
 def test_a_search_starts_from_a_strategy(shelf, search, run, tmp_path):
     """What is carried over is one of the candidates, on other devices and of a frontier too; arguments that are lacking are named."""
     (tmp_path / "other.py").write_text(
@@ -117,5 +120,5 @@ def test_a_strategy_is_verified_in_any_folder(run):
 
 def test_a_name_that_is_no_strategys_is_refused_with_a_near_one(run):
     """The error tells of files and of the library's names."""
-    code, _, error = run("compare", "demo_gpt_auto", "demo_gpt_aut")
-    assert code == 2 and "'demo_gpt_aut' is neither. Near ones: demo_gpt_auto, " in error
+    code, _, error = run("compare", "demo_gpt_auto", "demo_gtp_auto")
+    assert code == 2 and "'demo_gtp_auto' is neither. Near ones: demo_gpt_auto, " in error

@@ -14,7 +14,8 @@ def test_a_sweep_prints_a_row_for_each_point_and_saves_strategies(run, tmp_path)
 
 def test_json_alone_is_on_stdout(run):
     """The points as JSON."""
-    code, out, _ = run(*SWEEP, "--searcher", "data_parallel", "--json", "--tokens-per-example", "8")
+    code, out, err = run(*SWEEP, "--searcher", "data_parallel", "--json", "--tokens-per-example", "8")
+    assert code == 0, err
     assert code == 0 and [point["items"] for point in json.loads(out)["points"]] == [512, 512, 1024, 1024]
 
 

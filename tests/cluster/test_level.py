@@ -109,6 +109,7 @@ def test_all_devices_of_a_host_share_its_cards():
     assert Cluster.parse("2*v5e:16x16").levels[0].device_bytes_per_second == 25e9 / 8  # 6.4 Tb/s a pod of 256
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lowering", ["manual", "constraints"])
 def test_programs_on_slices_compute_the_same(lowering):
     """A train step searched for two slices gives the whole step's numbers; the slice axis is used."""

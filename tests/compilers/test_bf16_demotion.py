@@ -13,7 +13,8 @@ from autoshard.analysis.demanded_precision import precision_demands
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.bf16_demotion import is_demoted
-from autoshard.compilers.buffer_assignment import Copy, peak_memory
+from autoshard.compilers.buffer_assignment import peak_memory
+from autoshard.compilers.buffers import Copy
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Assignment, Mesh, as_compiled
 from autoshard.judge.evaluate import evaluate

@@ -95,6 +95,7 @@ def test_no_program_is_without_a_row():
     assert set(PROGRAMS) == {program for row in ROWS.values() for program in row.expected}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("platform", "program"),
     [

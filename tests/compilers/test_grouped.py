@@ -32,6 +32,7 @@ def cost_of(name):
     return autoshard.search(program.function, *program.args, cluster=program.on, balance=100.0).cost
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", COUNTED)
 def test_work_is_what_the_compiled_program_counts(name):
     """And what is done of it is a part of that where a kernel skips blocks of rows, of which several groups' are computed again."""
@@ -60,6 +61,7 @@ def step(weights, x, sizes):
 STEP = [abstract((8, 1024, 4096)), abstract((8, 4096, 1024))], jax.ShapeDtypeStruct((8192, 1024), "bfloat16"), abstract((8,), "int32")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cluster", "compiled"), [("h100:1", 1636), ("v5p:1x1x1", 528)])
 def test_what_is_stored_lives_until_gradients_have_read_it(cluster, compiled):
     """The peak in MiB, as the compilers say (libtpu 0.0.52, jax-cuda12-plugin 0.10.2)."""

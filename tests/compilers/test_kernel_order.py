@@ -41,6 +41,7 @@ def runs(kernels: Iterable[Kernel]) -> bool:
     return True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("order", [shifted, listed])
 @given(fused())
 def test_every_order_runs_each_kernel_once_after_those_it_reads_from(order, case):

@@ -73,6 +73,7 @@ SCHEDULED = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", SCHEDULED)
 def test_single_kernels_take_what_the_compiler_schedules(name):
     """Within a fifth of the compiler's cycles: most within a tenth, products that are bound by both memory and arithmetic least so."""

@@ -123,6 +123,7 @@ def searched(make, how, cluster, **options):
     return found.cost
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "how", "cluster", "batch", "kernels", "peak_bytes"),
     recorded(
@@ -144,6 +145,7 @@ def test_the_compiler_runs_as_many_kernels_twice(make, how, cluster, batch, kern
     assert again.peak_bytes == pytest.approx(peak_bytes, rel=0.04)
 
 
+@pytest.mark.slow
 def test_the_compiler_refuses_scanned_layers():
     """A loop's stacks are not made again: 17.4 GB are needed (libtpu 0.0.42)."""
     cost = searched(gpt_scan, "data_parallel", "v5e:2x4", batch=104)
@@ -151,6 +153,7 @@ def test_the_compiler_refuses_scanned_layers():
     assert cost.recomputation is None
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_mask_run_again_before_the_first_that_is_differentiated():
     """So all their scores are there at once: libtpu 0.0.42 gets four layers down to 30.07 GB."""
     make = partial(llama, 4, 2048, 16, 4, 7168, 32_768, remat=False)

@@ -59,6 +59,7 @@ def planned(remat: bool, cluster: str = "v5e:2x4"):
     return traced, facts, model, plain, replace(plain, ahead={each.value: each.target for each in found})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_trip_ahead_computes_the_same_numbers(remat):
     """Forward, backward and recomputing scans have the numbers of the plain step, bit by bit."""
@@ -73,6 +74,7 @@ def test_a_trip_ahead_computes_the_same_numbers(remat):
         np.testing.assert_array_equal(got, wanted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_judge_charges_what_is_sent(remat):
     """Each loop gathers once more than it has trips; the objective stays that of the plan."""

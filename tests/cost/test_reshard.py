@@ -245,6 +245,7 @@ def test_permutes_send_along_shardys_axes():
     assert permuted >= 12
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(2**22,), (4096, 4096), (1024, 1024, 16)])
 def test_single_collectives_are_shardys(shape, shardy):
     """Where one collective does it, Shardy writes the same one for tensors large enough that bytes decide, not latency.
@@ -310,6 +311,7 @@ COMPILED = (
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("source", "target", "compiled"), COMPILED)
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 4)])
 def test_the_tpu_compiler_takes_the_predicted_collectives(source, target, compiled, sizes):

@@ -47,6 +47,7 @@ def test_the_report_shows_the_whole_story(outcome):
     assert json.loads(json.dumps(run.summary(outcome), allow_nan=False))["agrees"] is True
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrong", [1.01, float("nan")])
 def test_losses_that_differ_fail_the_demo(outcome, monkeypatch, capsys, wrong):
     """A loss that is off, or is no number, makes the command exit with 1 and say so."""
@@ -59,6 +60,7 @@ def test_losses_that_differ_fail_the_demo(outcome, monkeypatch, capsys, wrong):
     assert json.loads(capsys.readouterr().out)[0]["agrees"] is False
 
 
+@pytest.mark.slow
 def test_a_fresh_process_gets_its_virtual_devices():
     """Without any flags in the environment the command runs on 8 virtual devices and prints JSON alone."""
     command = [sys.executable, "-m", "autoshard.cli", "demo", "--only", "lenet", "--steps", "2", "--json"]
@@ -93,8 +95,16 @@ def test_the_text_is_english_and_each_target_follows_its_token():
     assert np.array_equal(tokens[:, 1:], targets[:, :-1]) and tokens.max() < gpt.VOCABULARY
 
 
-def test_digits_without_scikit_learn_say_how_to_get_them(monkeypatch):
-    """Where scikit-learn is missing the error names the extra to install."""
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(AutoshardError, match=r"pip install 'autoshard\[demo\]'"):
-        lenet.digits()
+def test_digits_are_drawn_apart():
+    """Each digit's dots are 7 x 5, no two are alike, and images of one digit differ."""
+    assert len({*lenet.DOTS}) == lenet.CLASSES and all([len(row) for row in dots.split()] == [5] * 7 for dots in lenet.DOTS)
+    generator = np.random.default_rng(0)
+    one, other = (lenet.drawn(8, generator) for _ in range(2))
+    assert one.min() >= 0 and one.max() <= 1 and not np.array_equal(one, other)
+
+
+def test_the_demo_says_what_to_try_next(outcome, monkeypatch, capsys):
+    """Commands that run as they stand, after the reports."""
+    monkeypatch.setattr(run, "train", lambda *_: outcome)
+    assert main(["demo", "--only", "lenet"]) == 0
+    assert "autoshard search autoshard.demo.gpt:train_step" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import doctest
 import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -169,11 +170,12 @@ def test_a_portfolio_names_its_members():
 
 
 def test_comparisons_give_ratios_within_a_program_only():
-    """Strategies of one program are set against its fastest; another program has its own."""
+    """Strategies of one program are set against its fastest, with padded dimensions too; another program has its own."""
     slow = replace(EXAMPLE, cost=replace(EXAMPLE.cost, makespan_seconds=5e-6))
     other = replace(slow, program=replace(EXAMPLE.program, fingerprint="00"))
-    rows = side_by_side({"fast": EXAMPLE, "slow": slow, "other": other}).parts[0].rows
-    assert [row[4] for row in rows] == ["1.00 x", "2.00 x", "1.00 x"]
+    padded = replace(slow, program=replace(EXAMPLE.program, fingerprint="01", rewrites=(SimpleNamespace(kind="padding"),)))
+    rows = side_by_side({"fast": EXAMPLE, "slow": slow, "other": other, "padded": padded}).parts[0].rows
+    assert [row[4] for row in rows] == ["1.00 x", "2.00 x", "1.00 x", "2.00 x"]
     assert summary(slow)["makespan_seconds"] == 5e-6 and summary(slow)["mesh"] == {"data": 4, "model": 2}
 
 

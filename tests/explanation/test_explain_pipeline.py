@@ -9,6 +9,7 @@ from strategy_records import PIPELINED
 import autoshard
 from autoshard.explanation.explain import explain
 from autoshard.explanation.explain_pipeline import timeline_of
+from autoshard.ir.rewrites import Microbatches
 from autoshard.render import to_html, to_text
 
 
@@ -17,7 +18,7 @@ def pipelined(schedule="1f1b", chunks=1, microbatches=4, **figures):
     stage = replace(PIPELINED.pipeline.stages[0], **(seconds | figures))
     stages = (replace(stage, **{name: seconds[name] / chunks for name in seconds}),) * 2 * chunks
     pipeline = replace(PIPELINED.pipeline, schedule=schedule, chunks=chunks, stages=stages)
-    return replace(PIPELINED, pipeline=pipeline, program=replace(PIPELINED.program, microbatches=microbatches))
+    return replace(PIPELINED, pipeline=pipeline, program=replace(PIPELINED.program, rewrites=Microbatches.of(microbatches)))
 
 
 def test_the_report_shows_every_stage_and_the_schedule():
@@ -45,11 +46,12 @@ def told(step_seconds, schedule="1f1b", forward=(1e-3, 1e-3)):
 def test_the_report_says_what_to_change():
     """Where stages wait much: more microbatches, or another schedule; where one has more to do than others, another division."""
     assert "wait for other stages, 20 % of the step even on the busiest; more than 4 microbatches" in told(20e-3)
-    assert "zero_bubble" in told(20e-3) and "fewer stages" in told(20e-3, "interleaved")
+    assert "schedule='auto'" in told(20e-3) and "fewer stages" in told(20e-3, "interleaved")
     assert "division into stages; stage 0 has 32.0 ms of work, and 24.0 ms is the average" in told(33e-3, forward=(5e-3, 1e-3))
     assert "other stages" not in told(16.1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
 def test_the_time_of_a_pipeline_is_that_of_its_busiest_devices(schedule):
     """All of their stages together: compute, collectives and the wait for other stages add up to the step, by layer too."""

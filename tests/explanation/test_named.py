@@ -46,6 +46,7 @@ def judged():
     [
         ("up", "argument", "state['layers'][*]['up']", 2),
         ("[0]['layers'][1]['up']", "argument", "state['layers'][*]['up']", 2),
+        ("layers/1", "argument", "state['layers'][*]['down']", 2),
         ("result[1]", "result", "result[1]", 1),
         ("hidden", "value", f"hidden at {LINE} (step.loss)", 2),
         (LINE, "value", f"dot_general at {LINE} (step.loss)", 2),
@@ -55,7 +56,7 @@ def judged():
     ],
 )
 def test_tensors_are_named_as_reports_show_them(name, kind, group, n):
-    """By path, by checkpoint_name, by line, by layer; a result that replaces an argument is that argument."""
+    """By path, by module, by checkpoint_name, by line, by layer; a result that replaces an argument is that argument."""
     found = named(judged(), name)
     assert (found.kind, found.group.name, found.group.n, len(found.values)) == (kind, group, n, n)
 

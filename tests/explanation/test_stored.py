@@ -1,7 +1,7 @@
 """What a strategy's file keeps of its program comes back as it was, or is refused."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategy_records import EXAMPLE, PIPELINED
 
@@ -9,14 +9,22 @@ from autoshard.errors import StrategyError
 from autoshard.explanation import explanation_of
 from autoshard.explanation.stored import packed, unpacked
 
-NUMBERS = st.lists(st.integers(-(2**60), 2**60) | st.booleans(), max_size=20) | st.lists(st.floats(allow_nan=False, allow_infinity=False))
-PAGES = st.dictionaries(st.text(), st.recursive(NUMBERS | st.text() | st.none(), lambda x: st.lists(x) | st.dictionaries(st.text("ab"), x)))
+WHOLE = st.integers(-(2**60), 2**60) | st.booleans()
+WORDS = st.text(max_size=3)
+NUMBERS = st.lists(WHOLE, max_size=12) | st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=3)
+INNER = st.recursive(
+    NUMBERS | WORDS | st.none(), lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text("ab+"), x, max_size=3), max_leaves=6
+)
+PAGES = st.dictionaries(WORDS, INNER, max_size=3)
+EXPLAINED = explanation_of(EXAMPLE)
 
 
+@settings(max_examples=10)
 @given(page=PAGES)
+@example(page={"+": [], "++": {"+": None}})
 def test_any_page_comes_back(page):
     """Numbers, whole or not, and of any size; texts, lists and objects."""
-    assert unpacked(packed(explanation_of(EXAMPLE), page))[1] == page
+    assert unpacked(packed(EXPLAINED, page))[1] == page
 
 
 @pytest.mark.parametrize("record", [EXAMPLE, PIPELINED])

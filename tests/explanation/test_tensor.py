@@ -61,6 +61,7 @@ def test_each_layout_has_its_cost_alone_and_at_best():
             assert found[spec].step_seconds == pytest.approx(pinned.cost.makespan_seconds)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("searcher", ["data_parallel", "fully_sharded"])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_weight_s_gradient_moves_too(searcher, microbatches):

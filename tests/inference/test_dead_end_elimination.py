@@ -18,7 +18,7 @@ from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.inference.reparametrisation import Reparametrisation
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(small_models())
 def test_the_minimum_is_among_the_kept_labels(model):
     """Whole numbers tie all the time, and labels that take each other's place do not all go."""

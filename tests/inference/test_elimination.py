@@ -17,7 +17,7 @@ from autoshard.inference.elimination import Eliminator, eliminate
 from autoshard.inference.model import PairwiseModel
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(small_models())
 def test_elimination_finds_the_minimum(model):
     """The cost equals that of enumeration, and is the energy of the labels returned."""

@@ -11,7 +11,7 @@ from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.inference.reparametrisation import reparametrise
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(small_models(), st.sampled_from([0, 1, 60]))
 def test_thresholds_rise_to_the_optimum(model, sweeps):
     """However loose the bound, the labels that are found are optimal, and the bound is then their cost."""
@@ -21,7 +21,7 @@ def test_thresholds_rise_to_the_optimum(model, sweeps):
     assert model.energy(found) == pytest.approx(best, abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(small_models(), st.sampled_from([0.0, 1e-3, 0.3, 2.0]), st.integers(1, 5), st.booleans(), st.sampled_from([2, 6, 1 << 21]))
 def test_few_thresholds_are_tried_and_the_bound_holds(model, tolerance, attempt, last, max_entries):
     """Whatever is tolerated and however small tables must stay, a few dozen restrictions give a bound below the optimum, labels above."""

@@ -23,7 +23,7 @@ def coarsened(model: PairwiseModel) -> PairwiseModel:
     return PairwiseModel(model.unary, {pair: table // 5 for pair, table in model.pairs.items()})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(small_models())
 def test_energies_are_unchanged(model):
     """Bound and tables add up to the energy of the original tables at all labels, and no table is negative."""
@@ -34,7 +34,7 @@ def test_energies_are_unchanged(model):
         assert again == pytest.approx(model.energy(labels), abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(small_models(), st.booleans())
 def test_reduced_costs_bound_every_labelling_with_the_label(model, coarse):
     """Labels cost at least the bound plus the reduced cost of each of them."""

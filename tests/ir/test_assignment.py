@@ -54,7 +54,7 @@ def test_legal_choices_are_those_that_are_legal(rule, axes):
     """One by one and all at once is the same, in the same order; splitting nothing is always legal."""
     tried = choices(rule, len(axes))
     assert legal_choices(rule, tried, axes) == [choice for choice in tried if legal(rule, choice, axes)]
-    assert legal(rule, (NOWHERE,) * len(axes), axes)
+    assert legal(rule, (NOWHERE,) * len(axes), axes) and legal(rule, (), ())
 
 
 @given(cases())

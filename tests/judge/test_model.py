@@ -13,6 +13,7 @@ from profiles import facts_of, floats
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
+from autoshard.cost.reshard import path_seconds
 from autoshard.ir import Mesh, Value, divides, layout_number, layouts, legal_choices, operand_layout
 from autoshard.judge.model import CostModel, OpCost
 
@@ -107,7 +108,11 @@ def test_sums_over_a_loop_are_combined_once():
     assert (step.kind, step.trips) == ("all_reduce", 5)
     alone = model.each_trip(step)
     assert alone.trips == 1 and alone.seconds == pytest.approx(5 * step.seconds)
-    assert model.own_seconds(step) == pytest.approx(step.seconds)
+    tried = choices(rule)
+    seconds = np.zeros(len(tried))
+    for kind, axes, groups, trips, _, which, nbytes in model.combined(facts, op, np.array(tried)):
+        seconds[which] += model.communication.seconds(kind, nbytes, axes, groups) / trips
+    assert seconds == pytest.approx([path_seconds(model.reduction_path(facts, op, each, 0)) for each in tried]) and len(set(seconds)) > 5
     assert model.recombining_seconds(facts, op, ((contracted, -1), (-1, -1))) == pytest.approx(4 * step.seconds)
 
 

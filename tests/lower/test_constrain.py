@@ -101,6 +101,7 @@ def unsharded(name):
     return traced, shapes, jax.jit(lowering(traced, replicated(traced)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_any_assignment_computes_the_unsharded_numbers(name, seed):
@@ -298,6 +299,7 @@ def counts(function, *args) -> tuple[int, int]:
     return text.count("stablehlo.optimization_barrier"), text.count("stablehlo.dot_general")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("program", "options"), [(gpt, {"remat": True}), (gpt, {}), (gpt_scan, {"remat": True})])
 def test_rematerialisation_survives(program, options):
     """The constrained program recomputes what the plain one does, behind as many barriers."""

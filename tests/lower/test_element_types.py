@@ -33,6 +33,7 @@ def numbers(name, rng):
     return small.astype(dtype) * 2**3 + last if dtype.kind == "f" else small.astype(dtype) * 2**33 + last.astype(dtype)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("types", [FEW, pytest.param(TYPES, marks=pytest.mark.slow)], ids=["few types", "all types"])
 @pytest.mark.parametrize("lacked", [False, True])
 def test_collectives_of_every_type_combine_what_devices_have(monkeypatch, lacked, types):

@@ -99,6 +99,7 @@ PLANS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "lowering"), [*((name, "manual") for name in PLANS), ("heads", "constraints")])
 def test_a_step_with_a_kernel_equals_the_plain_one(name, lowering):
     """Attention as a kernel, forward and backward, split over batch and heads, in microbatches and in stages, gives plain results."""

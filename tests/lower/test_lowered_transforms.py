@@ -36,6 +36,7 @@ def filtered(x):
     return jnp.fft.irfftn(smooth), jnp.fft.fft2(x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("lowering", [constrained, manual_program])
 def test_transforms_sharded_in_any_way_have_the_numbers_of_one_device(lowering, seed):

@@ -54,6 +54,7 @@ def unsharded(name):
     return traced, shapes, jax.jit(lowering(traced, replicated(traced)))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_any_assignment_computes_the_unsharded_numbers(name, seed):
@@ -65,6 +66,7 @@ def test_any_assignment_computes_the_unsharded_numbers(name, seed):
         np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=1e-5)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", EVERYTHING)
 def test_its_collectives_are_those_of_the_judge(name, seed):
@@ -102,6 +104,7 @@ def test_compiled_it_sends_what_was_planned():
 SMALL = Mesh.of({"x": 2, "y": 2, "z": 2})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["all_gather", "all_to_all", "collective_permute", "slice"])
 def test_a_step_gives_each_device_its_part(kind):
     """Every move of a reshard that there is between two layouts of a matrix on three axes brings each device the part of the target."""

@@ -79,6 +79,7 @@ def windowed(name, seed, mesh=MESH, model=MODEL):
     return replace(assignment, windows={op: window.operand for op, window in windows.items()}), list(windows.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_windows_compute_the_numbers_of_their_products(name):
     """Whatever goes round: a left operand, a right one, a result; along a dimension of the result, of the sum, of the batch."""
@@ -98,6 +99,7 @@ def test_windows_compute_the_numbers_of_their_products(name):
     assert len(met) >= 5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_their_permutes_are_those_of_the_judge(name):
     """Kind, axes, count and bytes; the objective is that of the plan without windows."""

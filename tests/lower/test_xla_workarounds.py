@@ -67,6 +67,7 @@ WRONG = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", WRONG)
 def test_sharded_it_computes_what_it_means(name):
     """Under every legal split the result is that of the plain function."""
@@ -119,6 +120,7 @@ def sharded_windows(lowering, dtype):
     return jax.jit(lowering(traced.jaxpr, traced.graph, rules_of(traced.graph), assignment, jax_mesh(MESH), paths))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64", "uint64"])
 @pytest.mark.parametrize("lowering", [constrained, manual_program])
 @given(data=st.data())
@@ -157,6 +159,7 @@ def windows_of_every_step(x, i, j, apart=lambda x: x):
 windows_apart = jax.jit(partial(windows_of_every_step, apart=lax.optimization_barrier))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lowering", [constrained, manual_program])
 def test_windows_of_loops_branches_and_maps_are_moved_inside(lowering):
     """And so are those of gradients, however all are sharded: as on one device, where XLA merges no slices."""

@@ -92,10 +92,10 @@ def check(seeds):
 
 def test_the_limit_is_a_true_constraint():
     """Integer programming is brute force under limits that bind; the other searchers keep them, and bounds are bounds."""
-    assert check(range(0, 60)) >= 8
+    assert check(range(0, 30)) >= 4
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=20)
 def test_the_limit_is_a_true_constraint_on_many():
     """The same on more than fifty random programs."""
     assert check(range(60, 500)) >= 50
@@ -118,12 +118,13 @@ def fits(seeds):
     return n
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_is_refused():
     """At the least peak of any assignment, and somewhat above it, `auto` finds an answer to every random program."""
     assert fits((*range(0, 20), 37, 44, 65)) >= 8
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=20)
 def test_nothing_that_fits_is_refused_of_many():
     """The same of some hundred programs."""
     assert fits(range(20, 400)) >= 100
@@ -144,6 +145,7 @@ def residual(layers, width, batch):
     return step, ([abstract((width, width))] * layers, abstract((batch, width)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("times", "numbers"), [(0.6, {1, 8}), (0.45, {2, 8}), (0.3, {8})])
 def test_nothing_that_fits_in_microbatches_is_refused(times, numbers):
     """Where integer programming finds room in some number of microbatches, a search that chooses the number does, too.
@@ -163,6 +165,7 @@ def test_nothing_that_fits_in_microbatches_is_refused(times, numbers):
     assert ask(memory_limit_bytes=limit, microbatches="fit").cost.peak_bytes <= limit
 
 
+@pytest.mark.slow
 def test_equal_problems_have_equal_answers_where_only_integer_programming_fits():
     """Its limits are of work: with no time left it still returns what it found, and the second search the same."""
     searcher = Auto(members=(DataParallel(),))
@@ -183,7 +186,7 @@ def test_an_infeasible_limit_is_refused_at_once(monkeypatch):
     After one searcher's proof no other one runs.
     """
     refused = 0
-    for seed in range(40):
+    for seed in range(12):
         with pytest.raises(InfeasibleError) as error:
             RecursiveProgramming().solve(limited(seed, 1.0))
         smallest = error.value.smallest_peak_bytes
@@ -200,7 +203,7 @@ def test_an_infeasible_limit_is_refused_at_once(monkeypatch):
                 refused += 1
             with suppress(SearchLimitError), pytest.raises(InfeasibleError):
                 BruteForce(MOST_ASSIGNMENTS // 10).solve(limited(seed, limit))  # which judges them all
-    assert refused >= 30
+    assert refused >= 10
 
 
 def test_repair_finds_what_prices_alone_do_not(monkeypatch):
@@ -234,6 +237,7 @@ def test_a_program_too_large_to_be_repaired_keeps_its_smallest_peak(monkeypatch)
     assert kept is min(answers, key=lambda answer: answer[0].cost.peak_bytes)
 
 
+@pytest.mark.slow
 def test_where_no_price_fits_low_memory_answers_are_the_start():
     """A search that ignores prices, and whose answer no change makes fit, returns a baseline's answer; without starts it refuses."""
     fn, args = gpt()
@@ -249,6 +253,7 @@ def test_where_no_price_fits_low_memory_answers_are_the_start():
         fitted(limited, lambda _: found, 4)
 
 
+@pytest.mark.slow
 def test_a_looser_limit_gives_no_slower_answer():
     """Changes may lead further from another answer under prices than from the best of them: all are starts, under every limit."""
     optimizer = optax.adamw(1e-3)
@@ -279,6 +284,7 @@ def large(limit=None, mesh=None):
     return problem_of(fn, *args, mesh=mesh or {"data": 64}, cluster=Cluster.parse("v5p:4x4x4"), memory_limit_bytes=limit)
 
 
+@pytest.mark.slow
 def test_layers_are_mixed_and_the_dual_bound_is_tight(monkeypatch):
     """Where some layers fit and all do not, some have the faster layouts, and the dual bound leaves a fifth of the gap at most."""
     limit = 31e9
@@ -293,6 +299,7 @@ def test_layers_are_mixed_and_the_dual_bound_is_tight(monkeypatch):
     assert DynamicProgramming().solve(large(limit)).judgement.cost.objective_seconds > cost.objective_seconds
 
 
+@pytest.mark.slow
 def test_other_meshes_have_the_dual_bound():
     """The multiplier found on one mesh bounds another: a mesh that cannot be better is cut."""
     limit = 31e9

@@ -13,7 +13,7 @@ from autoshard.ir import Collective, Mesh
 from autoshard.mesh_search.finalists import finalists, is_baseline
 from autoshard.mesh_search.search import search_meshes
 from autoshard.plan.prepared import prepare
-from autoshard.plan.user_pins import Asked
+from autoshard.plan.request import Request
 from autoshard.search import searcher_of, solve
 
 
@@ -51,30 +51,33 @@ def test_the_order_in_which_answers_come_does_not_matter():
         assert kept == finalists(answers, 3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("searcher", ["auto", "recursive_programming"])
 def test_a_search_keeps_its_finalists_where_asked(searcher):
-    """They are as many, ranked, within the memory limit, and a baseline is among them; the answer is the one without any."""
+    """They are as many, ranked after the simplest of those equal to the fastest, and a baseline is among them."""
     fn, args = PROGRAMS["mlp"]()
     chosen = searcher_of(searcher)
     found = {}
     for n in (1, 3):
-        prepared = prepare(fn, args, "v5e:2x4", chosen, None, Asked(), None, ())
+        prepared = prepare(fn, args, Request.of(cluster="v5e:2x4", searcher=chosen))
         problems = [prepared.problem(mesh, prepared.limit, ()) for mesh in prepared.meshes]
         found[n] = search_meshes(chosen, problems, solve, n_finalists=n)[0]
     assert not found[1].others and len(found[3].others) == 2
     ranked = found[3], *found[3].others
     seconds = [one.judgement.cost.makespan_seconds for one in ranked]
-    assert seconds == sorted(seconds) and seconds[0] <= found[1].judgement.cost.makespan_seconds
+    error = prepared.cluster.device.pair_error
+    assert seconds[1:] == sorted(seconds[1:]) and min(seconds) <= found[1].judgement.cost.makespan_seconds
+    assert seconds[0] <= min(seconds) * (1 + error)
     assert any(map(is_baseline, ranked))
     assert all(0 <= one.lower_bound_seconds <= one.judgement.cost.objective_seconds for one in ranked)
     if searcher == "auto":
-        assert seconds[0] == found[1].judgement.cost.makespan_seconds
+        assert min(seconds) == found[1].judgement.cost.makespan_seconds
 
 
 def test_a_searcher_that_is_no_automatic_one_has_no_rivals():
     """Who asks for fully sharded data parallelism gets it, confirmed or not."""
     fn, args = PROGRAMS["mlp"]()
     chosen = autoshard.FullySharded()
-    prepared = prepare(fn, args, "cpu:8", chosen, {"data": 8}, Asked(), None, ())
+    prepared = prepare(fn, args, Request.of(cluster="cpu:8", searcher=chosen, mesh={"data": 8}))
     found, _ = search_meshes(chosen, [prepared.problem(mesh, None, ()) for mesh in prepared.meshes], solve, n_finalists=3)
     assert not found.others

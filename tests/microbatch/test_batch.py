@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from programs import concrete
 
 from autoshard.errors import TraceError
-from autoshard.microbatch import divisors, in_loop, loop_of_batch, microbatched
+from autoshard.ir.rewrites import Microbatches
+from autoshard.microbatch import divisors, in_loop, loop_of_batch
 from autoshard.microbatch.rules import batch_rules
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), jnp.float32)
@@ -18,7 +21,7 @@ W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((12, 8), 
 
 def split(traced, n=2):
     """What the note on microbatches says is split."""
-    (note,) = [note for note in microbatched(traced, n).graph.assumptions if "microbatches" in note]
+    (note,) = [note for note in applied(Microbatches(n), traced).graph.assumptions if "microbatches" in note]
     return note.split("split: ")[1]
 
 
@@ -43,7 +46,7 @@ def test_a_batch_of_which_a_result_has_the_shape():
     assert split(trace(lambda w, x: step(w, x, lambda w, x: jnp.tanh(x @ w)), W, X)) == "x along dimension 0"
     traced = trace(lambda w, x: step(w, x, lambda w, x: jax.lax.map(lambda row: jnp.tanh(row @ w), x)), W, X)
     with pytest.raises(TraceError, match=r"no argument holds examples. .* name it, as in batch='x', where it is taken for state"):
-        microbatched(traced, 2)
+        applied(Microbatches(2), traced)
 
 
 def test_a_batch_behind_other_dimensions():
@@ -111,9 +114,9 @@ def scanned_over(weights, x):
 )
 def test_refusals_say_what_to_write_instead(function, remedy):
     """The advice is for the operation that couples the examples: normalisations are advised for what reads all examples alone."""
-    graph = trace(jax.grad(function), W, X).graph
+    traced = trace(jax.grad(function), W, X)
     with pytest.raises(TraceError, match=f"{remedy}, or leave microbatches out; in stages such a step runs with microbatches=1.$") as error:
-        loop_of_batch(graph, batch_rules(graph), 2)
+        loop_of_batch(traced, batch_rules(traced.graph), 2)
     assert ("normalisation" in str(error.value)) == (function is normalised)
 
 
@@ -128,7 +131,7 @@ def test_refusals_say_what_to_write_instead(function, remedy):
 def test_coupled_examples_are_refused(function, reason):
     """The message has the operation, its line, why, and how much waits for it."""
     with pytest.raises(TraceError, match=f"(?s)microbatches are computed one after the other, and {reason}; [0-9]+% of the products wait"):
-        microbatched(trace(jax.grad(function), W, X), 2)
+        applied(Microbatches(2), trace(jax.grad(function), W, X))
 
 
 def normalised_layers(weights, x):
@@ -147,6 +150,7 @@ def chosen_by_the_batch(weights, x):
     return ((x[jnp.argsort(x[:, 0])] @ weights) ** 2).sum()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("function", [normalised, contrasted, sorted_first, printed, normalised_layers, chosen_by_the_batch])
 def test_one_microbatch_couples_nothing(function):
     """A loop of one trip has all examples: every product and effect of the step is in it, and what it makes is what the step makes."""
@@ -156,7 +160,7 @@ def test_one_microbatch_couples_nothing(function):
         momentum = 0.9 * momentum + gradient / jnp.linalg.norm(gradient)
         return weights - momentum, momentum, value
 
-    given = [jax.random.normal(jax.random.key(k), each.shape, each.dtype) / 4 for k, each in enumerate((W, W, X))]
+    given = concrete((W, W, X), scale=0.25)
     traced = trace(step, W, W, X)
     many = in_loop(traced, 1)
     assert [op for op in many.graph.ops if op.primitive in ("dot_general", "remat2", "while", "cond")] == []
@@ -167,7 +171,7 @@ def test_one_microbatch_couples_nothing(function):
 
 def test_effects_happen_once():
     """A print of all examples happens after the loop, where products do not wait for it."""
-    many = microbatched(trace(printed, W, X), 2)
+    many = applied(Microbatches(2), trace(printed, W, X))
     assert [op.primitive for op in many.graph.ops].index("debug_print" if "debug_print" in str(many.jaxpr) else "debug_callback") > 0
 
 
@@ -175,13 +179,13 @@ def test_effects_happen_once():
 def test_numbers_that_are_none(n):
     """Microbatches are counted."""
     with pytest.raises(TraceError, match=r"microbatches are a whole number, 1 or more, got"):
-        microbatched(trace(normalised, W, X), n)
+        applied(Microbatches(n), trace(normalised, W, X))
 
 
 def test_numbers_that_do_not_divide():
     """The message has the sizes that there are."""
     with pytest.raises(TraceError, match=r"divides a batch among the arguments, got 5: .*x has 12 examples. Use 2, 3, 4, 6 or 12.$"):
-        microbatched(trace(jax.grad(lambda w, x: ((x @ w) ** 2).sum()), W, X), 5)
+        applied(Microbatches(5), trace(jax.grad(lambda w, x: ((x @ w) ** 2).sum()), W, X))
 
 
 def test_features_are_no_batch():
@@ -189,7 +193,7 @@ def test_features_are_no_batch():
     step = jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum())
     wide = jnp.ones((128, 64)), jnp.ones((12, 128))
     with pytest.raises(TraceError, match=r"got 64: .*x has 12 examples"):
-        microbatched(trace(step, *wide), 64)
+        applied(Microbatches(64), trace(step, *wide))
 
 
 def shuffled(weights, x, key):
@@ -213,13 +217,13 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 def test_small_examples_that_are_rearranged_before_all_products(function, more, why):
     """The message says so, and the sizes of other dimensions only besides."""
     with pytest.raises(TraceError, match=f"(?s)and {why}; of what else could be a batch, .*x has 8.* examples, which 6 does not divide"):
-        microbatched(trace(jax.grad(function), W, X, more), 6)
+        applied(Microbatches(6), trace(jax.grad(function), W, X, more))
 
 
 def test_one_microbatch_is_the_program():
     """Nothing is rewritten for one."""
     traced = trace(normalised, W, X)
-    assert microbatched(traced, 1) is traced
+    assert applied(Microbatches(1), traced) is traced
 
 
 def test_numbers_that_divide_a_batch():

@@ -9,10 +9,12 @@ import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
+from programs import abstract, concrete
 
 import autoshard
 from autoshard.errors import TraceError
-from autoshard.microbatch import microbatched
+from autoshard.ir.rewrites import Microbatches
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 from tests.test_shard_maps import GRID, attended, mapped, ring, routed, stepped
 
@@ -58,23 +60,24 @@ PROGRAMS = {"long_attention": (long_attention, 3), "experts": (experts, 3), "lay
 
 
 def arguments(rank):
-    key = jax.random.key(0)
     shape = (BATCH, LENGTH, D) if rank == 3 else (8 * BATCH, D)
-    return jax.random.normal(key, (8, D, D)) / 4, jax.random.normal(key, shape)
+    return concrete(abstract((8, D, D)), scale=0.25), concrete(abstract(shape), scale=1.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name, n", [("long_attention", 4), ("experts", 2), ("layers", 2), ("routed", 2)])
 def test_results_are_those_of_the_whole_batch(name, n):
     """Ring attention, experts on the devices that have the examples, layers of one axis in a scan, rows that are exchanged themselves."""
     loss, rank = PROGRAMS[name]
     args = arguments(rank)
     traced = trace(stepped(loss), *args)
-    made = microbatched(traced, n)
+    made = applied(Microbatches(n), traced)
     for here, there in zip(jax.jit(jaxpr_as_fun(made.jaxpr))(*args), jax.jit(jaxpr_as_fun(traced.jaxpr))(*args), strict=True):
         np.testing.assert_allclose(here, there, atol=1e-6 * float(jnp.abs(there).max()))
     assert any(op.primitive == "scan" and op.equation.params["length"] == n for op in made.graph.ops), "the products are in the loop"
 
 
+@pytest.mark.slow
 def test_a_search_takes_microbatches():
     """What is found runs on eight devices, with the planned collectives."""
     loss, rank = PROGRAMS["experts"]
@@ -97,4 +100,4 @@ def test_a_search_takes_microbatches():
 def test_what_needs_other_examples_is_refused(loss, rank, n, words):
     """With operation and line: attention of all examples to each other, a mean over them, too few on a device to divide them."""
     with pytest.raises(TraceError, match=words):
-        microbatched(trace(stepped(loss), *arguments(rank)), n)
+        applied(Microbatches(n), trace(stepped(loss), *arguments(rank)))

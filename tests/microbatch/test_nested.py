@@ -11,12 +11,14 @@ from jax.extend.core import jaxpr_as_fun
 
 import autoshard
 from autoshard.errors import TraceError
-from autoshard.microbatch import divisors, microbatched
+from autoshard.ir.rewrites import Microbatches
+from autoshard.microbatch import divisors
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-WEIGHTS = {"up": jax.random.normal(KEYS[0], (12, 32)) * 0.3, "down": jax.random.normal(KEYS[1], (32, 12)) * 0.3}
-BATCHES = jax.random.normal(KEYS[2], (6, 8, 12)), jax.random.normal(KEYS[3], (6, 8, 12))
+NORMAL = np.random.default_rng(0).standard_normal
+WEIGHTS = {name: jnp.asarray(0.3 * NORMAL(shape), jnp.float32) for name, shape in (("up", (12, 32)), ("down", (32, 12)))}
+BATCHES = tuple(jnp.asarray(NORMAL((6, 8, 12)), jnp.float32) for _ in "xy")
 
 
 def loss(weights, x, y):
@@ -85,13 +87,14 @@ CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("n", [2, 4])
 def test_steps_inside_loops_and_branches_are_each_computed_in_microbatches(name, n):
     """Results are those of the program as it is written, and each step has a loop over as many microbatches."""
     fn, arguments = CASES[name]
-    traced = microbatched(trace(fn, *arguments), n)
-    found = jaxpr_as_fun(traced.jaxpr)(*jax.tree.leaves(arguments))
+    traced = applied(Microbatches(n), trace(fn, *arguments))
+    found = jax.jit(jaxpr_as_fun(traced.jaxpr))(*jax.tree.leaves(arguments))
     for made, wanted in zip(found, jax.tree.leaves(jax.jit(fn)(*arguments)), strict=True):
         np.testing.assert_allclose(made, wanted, rtol=2e-5, atol=1e-6)
     loops = [op for op in traced.graph.walk() if op.primitive == "scan" and op.params["length"] == n]
@@ -104,7 +107,7 @@ def test_numbers_of_microbatches_are_those_that_divide_the_batch_of_the_steps():
     """Six batches of eight examples are divided into eight microbatches at most, and never into the six."""
     assert divisors(trace(several_steps, WEIGHTS, BATCHES)) == (1, 2, 4, 8)
     with pytest.raises(TraceError, match="divides a batch"):
-        microbatched(trace(several_steps, WEIGHTS, BATCHES), 3)
+        applied(Microbatches(3), trace(several_steps, WEIGHTS, BATCHES))
 
 
 def test_scanned_layers_that_normalise_over_the_batch_are_no_steps():
@@ -122,13 +125,14 @@ def test_scanned_layers_that_normalise_over_the_batch_are_no_steps():
 
     traced = trace(normalised, jnp.ones((3, 12, 12)), *(each[0] for each in BATCHES))
     with pytest.raises(TraceError, match=r"microbatches are computed one after the other, and .*test_nested\.py"):
-        microbatched(traced, 2)
+        applied(Microbatches(2), traced)
 
 
 def test_stages_of_several_steps_are_refused_by_their_loop():
-    """Stages are cut in one step: the error names the loop and its line."""
+    """Of many steps in one call stages are not made: the error names the loop and its line."""
+    batches = tuple(jnp.tile(each, (9, 1, 1)) for each in BATCHES)
     with pytest.raises(TraceError, match=r"steps inside scan at .*test_nested.py:\d+ .*Search one of these by itself"):
-        autoshard.search(several_steps, WEIGHTS, BATCHES, cluster="cpu:4", stages=2, microbatches=2)
+        autoshard.search(several_steps, WEIGHTS, batches, cluster="cpu:4", stages=2, microbatches=2)
 
 
 @pytest.mark.parametrize("is_inside", [False, True], ids=["step", "layers"])
@@ -152,9 +156,9 @@ def test_a_print_happens_once_a_step_or_is_refused(is_inside, capsys):
     traced = trace(program, WEIGHTS, BATCHES)
     if is_inside:
         with pytest.raises(TraceError, match=r"debug_\w+ at .*printing.* has an effect.*return what it reads from there"):
-            microbatched(traced, 2)
+            applied(Microbatches(2), traced)
         return
-    jax.block_until_ready(jaxpr_as_fun(microbatched(traced, 2).jaxpr)(*jax.tree.leaves((WEIGHTS, BATCHES))))
+    jax.block_until_ready(jaxpr_as_fun(applied(Microbatches(2), traced).jaxpr)(*jax.tree.leaves((WEIGHTS, BATCHES))))
     jax.effects_barrier()
     assert capsys.readouterr().out.count("found") == len(BATCHES[0])
 

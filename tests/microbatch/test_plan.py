@@ -101,23 +101,25 @@ def check(outcomes, least):
     assert sum(text == "equal" for text in found.values()) >= least
 
 
+@pytest.mark.slow
 def test_random_programs():
     """Programs with loops, branches, derivatives, random numbers, and dimensions that are merged and taken apart."""
     check(of_fuzz(range(20)), 12)
 
 
+@pytest.mark.slow
 def test_examples_of_primitives():
     """Some of JAX's own, of all kinds."""
     check(of_harnesses(NAMES[::12]), 15)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=15)
 def test_many_random_programs():
     """Three hundred."""
     check(of_fuzz(range(20, 320)), 200)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=15)
 def test_all_examples_of_primitives():
     """All of the sample."""
     check(of_harnesses(NAMES), 230)

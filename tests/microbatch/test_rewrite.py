@@ -9,8 +9,10 @@ import optax
 import pytest
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from programs import concrete
 
-from autoshard.microbatch import microbatched
+from autoshard.ir.rewrites import Microbatches
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 from benchmarks import models, other_models
 
@@ -18,26 +20,12 @@ B, D = 16, 12
 F32 = jnp.float32
 
 
-def filled(leaf, key, path):
-    """An array of a leaf's type; second moments are not negative."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key(3)
-    if jnp.issubdtype(leaf.dtype, jnp.integer):
-        return jax.random.randint(key, leaf.shape, 0, 8).astype(leaf.dtype) if leaf.ndim else jnp.zeros((), leaf.dtype)
-    if leaf.dtype == jnp.bool_:
-        return jax.random.bernoulli(key, 0.7, leaf.shape)
-    found = (jax.random.normal(key, leaf.shape) * 0.3).astype(leaf.dtype)
-    return jnp.abs(found) if "nu" in path else found
-
-
 def compared(fn, args, n, tolerance=2e-6):
     """Runs a function on the whole batch and in microbatches, and compares all results; gives the trace in microbatches."""
     traced = trace(fn, *args)
-    many = microbatched(traced, n)
+    many = applied(Microbatches(n), traced)
     assert many.microbatches == n and many.graph.argument_paths == traced.graph.argument_paths
-    leaves = jax.tree.leaves(args)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    inputs = [filled(*each) for each in zip(leaves, keys, traced.graph.argument_paths, strict=True)]
+    inputs = jax.tree.leaves(concrete(args, below=8, scale=0.3))
     expected = jax.jit(jaxpr_as_fun(traced.jaxpr))(*inputs)
     found = jax.jit(jaxpr_as_fun(many.jaxpr))(*inputs)
     for path, one, other in zip(traced.graph.result_paths, expected, found, strict=True):
@@ -214,6 +202,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_updates_are_those_of_the_whole_batch(name, n):
@@ -246,6 +235,7 @@ NO_PRODUCTS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", NO_PRODUCTS)
 def test_steps_without_products_are_sums_over_examples(name):
     """What is computed of examples runs in the loop, and nothing of it before or after."""
@@ -301,6 +291,7 @@ OF_EACH = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OF_EACH)
 def test_operations_that_hold_examples_apart(name):
     """Groups of a convolution, systems and their right-hand sides, and loops that go on for some examples are split like batches."""
@@ -312,6 +303,7 @@ def test_operations_that_hold_examples_apart(name):
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "resnet", "state space")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama scanned", "moe", "unet", *SLOW])
 def test_models(name):
     """Train steps of whole models, with Adam."""
@@ -333,9 +325,8 @@ def test_sums_of_narrow_numbers_are_accumulated_wide():
     """In bfloat16 the gradients of 16 microbatches are as near to those in float32 as the whole batch's."""
     exact, state = trained(lambda weights, x, y: squared(weights, x, y), WEIGHTS, optax.sgd(1.0))
     narrow, _ = trained(half, WEIGHTS, optax.sgd(1.0))
-    many = microbatched(trace(narrow, state, X, Y), 16)
-    key = jax.random.key(0)
-    args = jax.tree.map(lambda leaf: jax.random.normal(key, leaf.shape), (state, X, Y))
+    many = applied(Microbatches(16), trace(narrow, state, X, Y))
+    args = concrete((state, X, Y), scale=1.0)
     wanted, whole = jax.tree.leaves(jax.jit(exact)(*args)), jax.tree.leaves(jax.jit(narrow)(*args))
     found = jax.jit(jaxpr_as_fun(many.jaxpr))(*jax.tree.leaves(args))
     for one, other, each in zip(wanted, whole, found, strict=True):
@@ -362,6 +353,7 @@ def test_random_masks_are_drawn_inside():
     assert drawn and all(shape[:1] == (B // 4,) for shape in drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_masks_of_scanned_layers_are_broadcast_inside(remat):
     """Layers in a loop of their own read a microbatch's masks and zeros: none is as wide as the scores of the whole batch."""
@@ -375,7 +367,7 @@ def test_masks_of_scanned_layers_are_broadcast_inside(remat):
 def test_gradients_are_rounded_and_combined_once():
     """One accumulator a weight and the loss; what is done with whole gradients is done after the loop."""
     step, state = trained(squared, WEIGHTS)
-    many = microbatched(trace(step, state, X, Y), 4)
+    many = applied(Microbatches(4), trace(step, state, X, Y))
     (loop,) = [op for op in many.graph.ops if op.primitive == "scan"]
     totals = [many.graph.values[value].shape for value in loop.results if many.graph.values[value].dtype == "float32"]
     assert sorted(totals) == [(), (D, 32), (32, D)]

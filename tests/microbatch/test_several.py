@@ -10,12 +10,19 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from autoshard.errors import TraceError
-from autoshard.microbatch import microbatched
+from autoshard.ir.rewrites import Microbatches
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-WEIGHTS = {"up": jax.random.normal(KEYS[0], (12, 32)) * 0.3, "down": jax.random.normal(KEYS[1], (32, 12)) * 0.3}
-X, Y = jax.random.normal(KEYS[2], (16, 12)), jax.random.normal(KEYS[3], (16, 12))
+GENERATOR = np.random.default_rng(0)
+
+
+def normal(*shape, scale=1.0):
+    return jnp.asarray(scale * GENERATOR.standard_normal(shape), jnp.float32)
+
+
+WEIGHTS = {"up": normal(12, 32, scale=0.3), "down": normal(32, 12, scale=0.3)}
+X, Y = normal(16, 12), normal(16, 12)
 
 
 def layers(weights, x):
@@ -94,8 +101,7 @@ def symmetric(weights, images, texts):
 
 
 EXPERTS = [
-    {"route": 0.3 * jax.random.normal(key, (12, 4)), "up": 0.3 * jax.random.normal(key, (4, 12, 12)), "scale": jnp.eye(12)}
-    for key in jax.random.split(jax.random.key(3), 4)
+    {"route": normal(12, 4, scale=0.3), "up": normal(4, 12, 12, scale=0.3), "scale": jnp.asarray(np.eye(12), jnp.float32)} for _ in range(4)
 ]
 
 
@@ -115,9 +121,10 @@ def balanced(weights, x, y):
     return moved(weights, jax.tree.map(lambda g: g @ jnp.swapaxes(g, -1, -2) @ g, gradients), 0.1), value
 
 
-WIDE = jnp.stack([X, Y, X + Y, X - Y, X * Y, X, Y, X], 1), jnp.stack([Y, X, X - Y, X + Y, Y, X, X, Y], 1)
+WIDE = normal(16, 8, 12), normal(16, 8, 12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("step", "args", "loops"),
     [
@@ -132,9 +139,10 @@ WIDE = jnp.stack([X, Y, X + Y, X - Y, X * Y, X, Y, X], 1), jnp.stack([Y, X, X - 
 def test_steps_in_several_loops(step, args, loops):
     """Results are those of the whole batch, and no product reads all of it."""
     traced = trace(step, *args)
-    many = microbatched(traced, 4)
+    many = applied(Microbatches(4), traced)
     leaves = jax.tree.leaves(args)
-    for one, other in zip(jaxpr_as_fun(traced.jaxpr)(*leaves), jaxpr_as_fun(many.jaxpr)(*leaves), strict=True):
+    wanted, found = (jax.jit(jaxpr_as_fun(each.jaxpr))(*leaves) for each in (traced, many))
+    for one, other in zip(wanted, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=0, atol=2e-6 * max(1.0, float(jnp.abs(one).max())))
     assert f"in {loops} such loops" in " ".join(many.graph.assumptions)
     shapes = [value.shape for value in many.graph.values]
@@ -166,4 +174,4 @@ def test_steps_that_are_refused(step):
     """Both operations are named with their lines: what reads single examples, and what comes of all."""
     expected = r"at .*test_several.py:\d+ .* reads each example together with what comes of all of them, of \w+ at .*test_several.py:\d+"
     with pytest.raises(TraceError, match=expected):
-        microbatched(trace(step, WEIGHTS, X, Y), 4)
+        applied(Microbatches(4), trace(step, WEIGHTS, X, Y))

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from autoshard.errors import PipelineError, TraceError
-from autoshard.microbatch import microbatched
-from autoshard.pipeline.one_program import in_one_program
+from autoshard.ir.rewrites import Microbatches, OneProgram
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 from tests.microbatch.test_rewrite import compared
 from tests.programs import abstract, train_step_of
@@ -171,6 +171,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", LAYERS)
 def test_sorted_tokens_are_those_of_the_whole_batch(name):
     layer, x = LAYERS[name]
@@ -183,9 +184,10 @@ def test_zeros_of_bfloat16_are_zeros():
     """The gradient of rows that are looked up is added to zeros, of whatever type."""
     p, x = ({name: abstract(value.shape, "bfloat16") for name, value in mixture().items()}, abstract(X.shape, "bfloat16"))
     step, args = step_of(top_2, p, x)
-    assert grouped_inside(microbatched(trace(step, *args), 4)) == (5, 5)
+    assert grouped_inside(applied(Microbatches(4), trace(step, *args))) == (5, 5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("remat", [False, True])
 def test_sorted_tokens_of_scanned_layers(remat):
     """What the backward pass reads of each layer's order is of that layer."""
@@ -274,6 +276,7 @@ NOT_BY_ROW = (
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("layer", NOT_BY_ROW)
 def test_what_is_not_seen_to_be_of_each_row_is_not_computed_by_row(layer):
     """It is refused, with a line, or grouped products read the whole batch; results never differ."""
@@ -288,6 +291,7 @@ def test_what_is_not_seen_to_be_of_each_row_is_not_computed_by_row(layer):
     assert rows <= {TOKENS}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("flipped", ["", "orders", "sizes"])
 def test_stacked_orders_and_counts_are_those_of_the_same_trip(flipped):
     """A loop that reads the counts, or the orders, of other layers is refused."""
@@ -310,13 +314,13 @@ def test_stacked_orders_and_counts_are_those_of_the_same_trip(flipped):
         compared(step, args, 2)
         return
     with pytest.raises(TraceError, match="test_sorted_rows"):
-        microbatched(trace(step, *args), 2)
+        applied(Microbatches(2), trace(step, *args))
 
 
 def test_an_error_names_the_line_whose_groups_are_not_counts_of_the_keys():
     step, args = step_of(counts_of_another_layer, mixture(), X)
     with pytest.raises(TraceError, match=r"ragged_dot_general at .*test_sorted_rows.*are not seen to be the counts of the keys"):
-        microbatched(trace(step, *args), 2)
+        applied(Microbatches(2), trace(step, *args))
 
 
 def test_bins_of_keys_that_may_be_negative():
@@ -333,7 +337,7 @@ def test_bins_of_keys_that_may_be_negative():
 def test_rows_are_sorted_in_a_microbatch():
     """Each microbatch sorts its own rows alone."""
     step, args = step_of(top_1, mixture(), X)
-    many = microbatched(trace(step, *args), 4)
+    many = applied(Microbatches(4), trace(step, *args))
     sorts = [many.graph.values[op.operands[0]].shape for op in many.graph.walk() if op.primitive == "sort"]
     assert set(sorts) == {(TOKENS // 4,)}
 
@@ -349,6 +353,6 @@ def test_one_program_refuses_layers_that_keep_sorted_rows():
 
     step, args = step_with(top_2)
     with pytest.raises(PipelineError, match=r"grouped product at .*test_sorted_rows.*jax.checkpoint"):
-        in_one_program(trace(step, *args), 2, 4)
+        applied(OneProgram(2, 4), trace(step, *args))
     step, args = step_with(jax.checkpoint(top_2))
-    assert in_one_program(trace(step, *args), 2, 4).stages == 2
+    assert applied(OneProgram(2, 4), trace(step, *args)).stages == 2

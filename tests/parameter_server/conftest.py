@@ -5,7 +5,7 @@ import os
 import pytest
 from sockets import descendants
 
-from autoshard.parameter_server.cluster import cluster
+from autoshard.ray_cluster import cluster
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 

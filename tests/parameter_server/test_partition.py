@@ -73,6 +73,7 @@ def as_a_whole(optimizer, params, gradients):
     return jax.tree.leaves(params)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("servers", "workers"), [(2, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in [(1, 1), (3, 1), (5, 3)])])
 @pytest.mark.parametrize("name", [*SEPARABLE, *COUPLED])
 def test_updates_of_parts_are_those_of_the_whole(name, servers, workers):

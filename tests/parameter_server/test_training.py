@@ -209,6 +209,7 @@ def assert_trained_as_a_whole(result, tmp_path):
     assert np.abs(trained - first).max() > 0.05
 
 
+@pytest.mark.slow
 def test_a_table_larger_than_a_workers_memory(ray, tmp_path):
     """Rows are pulled by id into a cache of 1,000 of 100,000 rows: training is that of the whole table in one process, and no worker's
     memory grows by half the table."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.pipeline.drawing import draw
-from autoshard.pipeline.schedule import schedule_of
+from autoshard.pipeline.scheduling import schedule_of
 from autoshard.pipeline.simulation import simulate
 from tests.pipeline.test_schedules import EQUAL, timed
 

@@ -39,6 +39,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_arrays_are_handed_on_as_they_are_read(name):
     """In the narrower float that every reader casts them to, and then the program's numbers are the same to the last bit."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from autoshard.ir import Mesh
-from autoshard.pipeline import stages_of
 from autoshard.pipeline.figures import StageFigures, task_kinds
 from autoshard.pipeline.micro import loop_of
+from autoshard.pipeline.stages import stages_of
 from autoshard.pipeline.tasks import _Divided
 from autoshard.rules import rules_of
 from autoshard.trace import subjaxprs, trace

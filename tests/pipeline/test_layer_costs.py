@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
-from autoshard.microbatch import microbatched
+from autoshard.ir.rewrites import Microbatches
 from autoshard.pipeline.layer_costs import Costs, LayerCosts, kept_values, layer_costs
 from autoshard.pipeline.micro import loop_of
+from autoshard.rewrite import applied
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 
@@ -28,21 +29,21 @@ COSTS = st.builds(Costs, *[st.floats(0, 100)] * len(fields(Costs))).map(
 def test_affine_costs_are_found_and_extended(layer, ends, fewer, n):
     """Two programs of layers and ends give both, and so the costs of any number of layers."""
     truth = LayerCosts(layer, ends)
-    found = layer_costs(truth.of(fewer), truth.of(fewer + 1), fewer)
+    found = layer_costs(truth.of(fewer), truth.of(fewer + 1), fewer, fewer + 1)
     assert astuple(found.of(n)) == pytest.approx(astuple(truth.of(n)), abs=1e-6)
 
 
 @given(COSTS, COSTS)
 def test_no_cost_is_negative(fewer, more):
     """Searches need not be consistent, and costs stay ones."""
-    found = layer_costs(fewer, more, 2)
+    found = layer_costs(fewer, more, 2, 3)
     assert min(*astuple(found.layer), *astuple(found.ends)) >= 0
 
 
 @given(COSTS, COSTS)
 def test_a_layer_takes_as_long_as_it_computes(fewer, more):
     """A layer that hides communication of the ends may add less than it computes; many layers cannot."""
-    layer = layer_costs(fewer, more, 2).layer
+    layer = layer_costs(fewer, more, 2, 3).layer
     assert layer.microbatch_seconds >= more.computing_seconds - fewer.computing_seconds
 
 
@@ -71,7 +72,7 @@ def test_what_is_kept_is_what_the_backward_pass_reads():
         return jax.tree.map(lambda one, gradient: one - gradient, w, jax.grad(loss)(w))
 
     weights = {"a": jnp.zeros((16, 32)), "b": jnp.zeros((32, 64))}
-    traced = microbatched(trace(step, weights, jnp.zeros((8, 16))), 4)
+    traced = applied(Microbatches(4), trace(step, weights, jnp.zeros((8, 16))))
     facts = program_facts(traced.graph, rules_of(traced.graph), compiler_of(Cluster.parse("h100:2")))
     kept = kept_values(facts, loop_of(traced.graph, facts.rules, 4))
     assert (2, 32) in {traced.graph.values[value].shape for value in kept}

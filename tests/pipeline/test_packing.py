@@ -1,7 +1,6 @@
 """How arrays are handed on from one program of a stage to the next."""
 
 import math
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.pipeline.packing import Packing
 from autoshard.verify import compile_ahead, topology_of
+from tests.requirements import needs_tpu_compiler
 
 TYPES = [
     jax.ShapeDtypeStruct(shape, dtype)
@@ -20,6 +20,7 @@ TYPES = [
 ]
 
 
+@pytest.mark.slow
 def test_arrays_come_back_as_they_were():
     """Whatever their shapes and dtypes, and however they are packed; each array that is handed on is one that devices can concatenate."""
     arrays = [jnp.asarray(np.arange(math.prod(t.shape)).reshape(t.shape) % 3, t.dtype) for t in TYPES]
@@ -31,7 +32,7 @@ def test_arrays_come_back_as_they_were():
         assert all(x.shape == y.shape and bool((x == y).all()) for x, y in zip(found, arrays, strict=True))
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+@needs_tpu_compiler
 def test_narrow_arrays_among_others_take_no_more_memory_on_tpus():
     """XLA reshapes no packed array as a whole to the four columns of one part, each row of which would take a row of 128."""
     router, weight = (256, 4), (256, 512)

@@ -10,8 +10,8 @@ import pytest
 from jax.extend.core import jaxpr_as_fun
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline import stages_of
 from autoshard.pipeline.layers import with_divided_layers
+from autoshard.pipeline.stages import stages_of
 from autoshard.trace import trace
 from tests import programs
 from tests.pipelines import compared, pipelined
@@ -29,6 +29,7 @@ def scanned(layers=4):
     return train_step_of(loss, params, abstract((16, 8)), abstract((16, 8)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", [4, 5])
 def test_parts_compute_the_same(layers):
     """Up to rounding, and each scan has a part of the layers."""
@@ -42,6 +43,7 @@ def test_parts_compute_the_same(layers):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_scanned_layers_on_stages():
     """A scanned stack runs as a pipeline, with one activation and one cotangent between two stages."""
     fn, args = scanned()
@@ -94,6 +96,7 @@ def factored(params):
     return step, ((params, jax.eval_shape(optimizer.init, params)), abstract((16, 8)), abstract((16, 8)))
 
 
+@pytest.mark.slow
 def test_rows_are_followed_through_the_program():
     """Layers may be another dimension of a weight, and state may have fewer dimensions; the divided step computes what the step does."""
     fn, args = factored({"w": abstract((4, 8, 16)), "v": abstract((16, 4, 8))})
@@ -137,6 +140,7 @@ def test_stages_may_have_different_numbers_of_layers(layers):
     assert max(products) <= 2 * min(products) and sum(products) == 6 * layers
 
 
+@pytest.mark.slow
 def test_unequal_stages_compute_what_the_step_computes():
     """Three layers on two stages."""
     fn, args = scanned(3)

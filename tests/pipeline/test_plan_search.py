@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import cache
 from itertools import chain, repeat
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,11 +14,16 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
+from autoshard.ir.rewrites import Recompute
 from autoshard.judge.model import CostModel
+from autoshard.pipeline.estimates import Estimator
+from autoshard.pipeline.layer_costs import Costs, LayerCosts
+from autoshard.pipeline.layer_search import Option
 from autoshard.pipeline.plan_search import Planning, search_plans
 from autoshard.pipeline.plans import FILL, Asked, Candidate
 from autoshard.problem import Problem
-from autoshard.recompute import Options, rematerialised
+from autoshard.recompute import Options
+from autoshard.rewrite import applied
 from autoshard.rules import rules_of
 from autoshard.search import DynamicProgramming
 from autoshard.trace import trace
@@ -30,8 +38,9 @@ def problems(traced, cluster):
     return [Problem(facts, CostModel(cluster, Mesh((("data", cluster.n_devices),))))]
 
 
-def step(**options):
-    fn, args = models.gpt(6, 64, 4, 128, batch=16, length=32, **options)
+@cache
+def step(scanned=False):
+    fn, args = (models.gpt_scan if scanned else models.gpt)(6, 64, 4, 128, batch=16, length=32)
     return trace(fn, *args, donate_argnums=0)
 
 
@@ -39,6 +48,7 @@ def plans(limit=math.inf, traced=None, **options):
     return search_plans(traced or step(), CLUSTER, problems, Asked(limit, **options))
 
 
+@pytest.mark.slow
 def test_plans_are_ranked_above_a_bound_and_the_same_each_time():
     """Each has all layers and a makespan that its objective is not below; no objective is below the bound."""
     found, again = plans(), plans()
@@ -67,17 +77,19 @@ def test_what_cannot_be_faster_is_not_searched():
     assert again.gap_of(alone.computing_seconds, 1.0) == 0.0
 
 
-def test_without_stages_the_costs_are_those_of_the_whole_step():
+@pytest.mark.parametrize("scanned", [False, True])
+def test_without_stages_the_costs_are_those_of_the_whole_step(scanned):
     """What two short programs promise for all layers is what a search of the whole step finds, and its bound is no greater."""
-    whole = step()
+    whole = step(scanned)
     found = plans(traced=whole, stages=[1], microbatches=1)
     (estimate,) = found.ranked
     (problem,) = problems(whole, CLUSTER)
     cost = DynamicProgramming().solve(problem).judgement.cost
     assert estimate.objective_seconds == pytest.approx(cost.objective_seconds, rel=0.01)
     assert estimate.makespan_seconds == pytest.approx(cost.makespan_seconds, rel=0.02)
-    assert max(estimate.layering.peak_bytes) == pytest.approx(cost.peak_bytes, rel=0.1)
-    assert found.bound_seconds <= cost.objective_seconds * (1 + 1e-9)
+    if not scanned:  # of scanned ones as fast answers keep more or less of the weights on each device
+        assert max(estimate.layering.peak_bytes) == pytest.approx(cost.peak_bytes, rel=0.1)
+    assert found.bound_seconds <= cost.objective_seconds * (1 + 4 * DynamicProgramming().tolerance)
 
 
 def test_memory_is_kept_and_raises_the_bound():
@@ -92,6 +104,7 @@ def test_memory_is_kept_and_raises_the_bound():
     assert (nothing.ranked, nothing.gap) == ((), 1.0)
 
 
+@pytest.mark.slow
 def test_recomputation_is_tried_where_memory_binds():
     """A program that computes again is the plan of all stages where the plain one does not fit, and is not made where it does."""
     fn, args = models.gpt(6, 64, 4, 128, batch=16, length=128)
@@ -99,7 +112,7 @@ def test_recomputation_is_tried_where_memory_binds():
 
     def recomputing(program):
         options = Options(program, program_facts(program.graph, rules_of(program.graph), compiler_of(CLUSTER)), CLUSTER.device)
-        made.append(rematerialised(program, options.full))
+        made.append(applied(Recompute(options.full), program))
         return made[-1]
 
     asked = {"stages": [2], "microbatches": 8, "recomputing": [recomputing], "traced": whole}
@@ -113,6 +126,25 @@ def test_recomputation_is_tried_where_memory_binds():
     assert sum(found.layering.layers) == 6
     assert max(found.layering.peak_bytes) <= limit
     assert found.objective_seconds > free.objective_seconds
+
+
+def test_the_first_stages_alone_compute_again_where_that_is_enough(monkeypatch):
+    """They have most microbatches in flight; all stages take longer where all compute again."""
+    monkeypatch.setattr(Estimator, "send_seconds", lambda *_: 0.0)
+    zero = Costs(*[0.0] * 10)
+
+    def option(seconds, kept_bytes, again):
+        layer = replace(zero, microbatch_seconds=seconds, objective_seconds=seconds, kept_bytes=kept_bytes)
+        return Option(0, LayerCosts(layer, zero), again=again)
+
+    estimator = Estimator(SimpleNamespace(count=8, are_scanned=False), CLUSTER, Asked(5.0))
+    meshes = [SimpleNamespace(problems=[SimpleNamespace(mesh=Mesh((("data", 1),)))])]
+    plain, again = option(1.0, 1.0, None), option(1.3, 0.2, 0)
+    (some,) = estimator.best(Candidate(4, 16), meshes, [plain, again])
+    assert (some.again, some.again_share, some.layering.layers) == (0, 0.5, (2, 2, 2, 2))
+    assert estimator.best(Candidate(4, 16), meshes, [plain])[0].makespan_seconds > some.makespan_seconds  # other numbers of layers
+    (every,) = estimator.best(Candidate(4, 16), meshes, [again])
+    assert every.again_share == 1.0 and every.makespan_seconds > some.makespan_seconds
 
 
 def test_a_search_that_is_interrupted_has_what_was_found_by_then():

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.microbatch import microbatched
-from autoshard.pipeline.repeats import handed_on_bytes, layers_of, runs_of, shortened
+from autoshard.ir.rewrites import Microbatches
+from autoshard.pipeline.repeats import layers_of, runs_of, shortened
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 from benchmarks import models
 
@@ -85,14 +86,14 @@ def test_a_shortened_program_is_that_of_fewer_layers(name, kept):
     products = [sorted(op.primitive for op in each.graph.walk() if op.primitive == "dot_general") for each in (short, small)]
     assert products[0] == products[1]
     assert abs(len(short.graph.walk()) - len(small.graph.walk())) <= 0.02 * len(small.graph.walk())
-    assert len(microbatched(short, 4).graph.walk()) > 0
+    assert len(applied(Microbatches(4), short).graph.walk()) > 0
 
 
 def test_what_a_layer_hands_on():
     """Between two layers of a transformer there is the residual stream, and what the layer behind reads of the one before alone."""
     layers = layers_of(traced("gpt", 6).graph)
     stream = 16 * 32 * 64 * 2
-    assert stream <= handed_on_bytes(layers) <= 2 * stream
+    assert stream <= layers.handed_on_bytes <= 2 * stream
 
 
 @pytest.mark.parametrize("make", [lambda: models.unet(2, 8, 8, 16, 4), lambda: models.gpt(2, 64, 4, 128, **SMALL)])

@@ -8,6 +8,7 @@ import pytest
 from two_processes import outputs_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_two_processes_run_a_pipeline_as_one_device_does(stages):
     """Losses and state are equal, with stages of one process and stages of both; no process starts a task of another's stage."""

@@ -215,7 +215,7 @@ PROGRAMS = {
 }
 
 # Programs that compute what a rule of ours or of Shardy's shards, and that have to be sharded.
-WHOLE = {"printed", "nothing", "draws_rbg", "draws_unsafe_rbg"}
+WHOLE = {"printed", "nothing", "sample_gradient", "draws_rbg", "draws_unsafe_rbg"}
 
 
 def plain(x) -> np.ndarray:
@@ -232,6 +232,7 @@ def lapack():
     jax.jit(jnp.linalg.cholesky).lower(MATRICES)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in PROGRAMS])
 def test_it_is_searched_applied_and_equal(name):
     """A program that no rule was written for runs sharded, to the numbers of the plain run."""

@@ -46,6 +46,7 @@ def rounds(monkeypatch):
     return solved
 
 
+@pytest.mark.slow
 def test_the_last_resort_has_one_budget(rounds):
     """Where quick attempts find something no model is solved, and where none does all attempts and meshes share the rounds of one."""
     found = autoshard.search(step, *arguments(), memory_limit_bytes=400e3, **OPTIONS)
@@ -59,6 +60,7 @@ def test_the_last_resort_has_one_budget(rounds):
     assert len(rounds) == 3
 
 
+@pytest.mark.slow
 def test_what_only_the_last_resort_finds_is_found(rounds):
     """At the least peak of any assignment, where the given member finds nothing, a search with all its attempts still does."""
     fn, args = random_small(64)
@@ -98,3 +100,18 @@ def test_no_other_attempt_is_made_where_the_arguments_are_too_large(monkeypatch)
     with pytest.raises(InfeasibleError, match="The arguments alone, split over all devices, take 135 kB"):
         autoshard.search(step, *arguments(), memory_limit_bytes=100e3, mesh={"data": 8}, **OPTIONS)
     assert len(asked) == 1
+
+
+@pytest.mark.slow
+def test_other_forms_are_searched_on_the_best_mesh_of_the_first_one(monkeypatch):
+    """That is enough to compare them; on others only what is within the limit on none of them so far."""
+    asked, searched = {}, attempts.searched_on_meshes
+
+    def recorded(prepared, searcher, progress, ends, n_finalists, start, limit, **how):
+        asked.setdefault(prepared.facts, []).append(len(prepared.meshes))
+        return searched(prepared, searcher, progress, ends, n_finalists, start, limit, **how)
+
+    monkeypatch.setattr(attempts, "searched_on_meshes", recorded)
+    autoshard.search(step, *arguments(), memory_limit_bytes=400e3, **OPTIONS)
+    first, *others = asked.values()
+    assert first[0] > 1 and others and all(meshes[0] == 1 for meshes in others)

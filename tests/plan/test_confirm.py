@@ -7,7 +7,6 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.plan import compiled_finalists
 from autoshard.strategy import to_json
 from autoshard.verify import aot
+from tests.requirements import needs_tpu_compiler
 
 TWO = Confirm("compiler", finalists=2)
 CLOSE, FAR = 1e9, -1.0  # margins by which everybody is close, and nobody
@@ -120,6 +120,7 @@ def test_what_does_not_fit_is_not_returned(processes):
     assert reloaded(found) == found
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_is_searched_again(processes):
     """The next search has the limit times predicted through compiled peak, so that nothing comes back; the record has both."""
     told = []
@@ -133,6 +134,7 @@ def test_nothing_that_fits_is_searched_again(processes):
     assert all(0 <= fraction <= 1 for _, fraction in told)
 
 
+@pytest.mark.slow
 def test_nothing_that_fits_is_an_error(processes):
     """After a few searches it names the least that a plan needs, and what was predicted."""
     started = processes(*[TOO_LARGE.format(gibibytes) for gibibytes in (22.53, 19.5, 21, 20, 21, 20)])
@@ -148,7 +150,7 @@ def test_a_peak_just_above_the_limit_is_compiled_before_it_is_refused(processes)
     found = searched(searcher="fully_sharded", memory_limit_bytes=1e5, **PLAIN)
     assert found.confirmation.peak_bytes == found.cost.peak_bytes == 99e3 < 1e5
     assert "where a device may hold 100 kB, since nothing is predicted to fit that" in found.notes[-1]
-    with pytest.raises(InfeasibleError, match=r"110 kB, where 104 kB were predicted.*must fit 100 kB"):
+    with pytest.raises(InfeasibleError, match=r"110 kB, where \d+ kB were predicted.*must fit 100 kB"):
         searched(searcher="fully_sharded", memory_limit_bytes=1e5, **PLAIN)
     assert len(started) == 2
 
@@ -161,6 +163,7 @@ def test_a_peak_far_above_the_limit_is_refused(processes):
     assert not started
 
 
+@pytest.mark.slow
 def test_the_users_memory_limit_holds_as_compiled(processes):
     """A compiled peak above it is refused, though the device has more."""
     processes(compiles(peak=2**30), *[compiles()] * 3)
@@ -194,16 +197,20 @@ def test_a_missing_compiler_leaves_the_prediction(monkeypatch):
     assert found.notes[-1].startswith("not confirmed: compiling for TPUs needs libtpu") and "autoshard[tpu]" in found.notes[-1]
 
 
-def test_the_time_limit_holds_for_all(processes):
-    """A compiler that does not come back is stopped; the answer is the unconfirmed one, or what was accepted by then."""
-    processes(WAITS, WAITS, WAITS, compiles())
+@pytest.mark.parametrize(("fake", "words"), [
+    ((WAITS, compiles()), "confirming ended early, with 1 of 2 finalists decided, since the time was over"),
+    pytest.param((WAITS, WAITS), "not confirmed: the time was over before XLA:TPU had accepted", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_time_limit_holds_for_all(processes, fake, words):
+    """A compiler that does not come back is stopped; the answer is what was accepted by then, or the unconfirmed one."""
     started = time.perf_counter()
-    found = searched(time_limit_seconds=5)
-    assert found.confirmation is None and found.notes[-1].startswith("not confirmed: the time was over before XLA:TPU had accepted")
-    found = searched(time_limit_seconds=5)
-    assert time.perf_counter() - started < 40
-    assert outcomes(found) == ["not reached", "taken"]
-    assert found.notes[-1] == "confirming ended early, with 1 of 2 finalists decided, since the time was over"
+    searched(None)
+    limit = 2 + 3 * (time.perf_counter() - started)
+    processes(*fake)
+    started = time.perf_counter()
+    found = searched(time_limit_seconds=limit)
+    assert time.perf_counter() - started < limit + 15 and found.notes[-1].startswith(words)
+    assert found.confirmation is None or outcomes(found) == ["not reached", "taken"]
 
 
 def test_schedules_that_are_not_done_do_not_decide(processes, monkeypatch):
@@ -262,8 +269,8 @@ def test_a_confirmed_strategy_is_saved_loaded_and_explained(processes, monkeypat
     found, again = searched(), searched()
     assert found == again and reloaded(found) == found
     assert reloaded(found).confirmation == found.confirmation
-    shown = str(found.explain())
-    assert "predicted; " in shown and "as XLA:TPU schedules it" in shown and "Confirmed by XLA:TPU" in shown
+    shown = " ".join(str(found.explain()).split())
+    assert "published runs on such devices; " in shown and "as XLA:TPU schedules it" in shown and "Confirmed by XLA:TPU" in shown
     assert "confirm" not in str(searched(None).explain()).lower()
 
 
@@ -300,6 +307,7 @@ def test_devices_confirm():
     assert back == found and back.confirmation.seconds is None and back.confirmation.flops == confirmation.flops
 
 
+@pytest.mark.slow
 def test_devices_run_keys_empty_arrays_and_modules():
     """What arguments there may be is made up too, and modules are not updated by it."""
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -316,6 +324,7 @@ def test_devices_run_keys_empty_arrays_and_modules():
     assert (model.kernel[...] == before).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cluster", ["v5e:2x4", "cpu:16"])
 def test_devices_that_are_not_there_leave_the_prediction(cluster):
     """The note says how many there are."""
@@ -341,7 +350,7 @@ def test_a_step_that_runs_out_of_memory_does_not_fit(monkeypatch):
         searched(Confirm("devices", 2), cluster="cpu:8")
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@needs_tpu_compiler
 def test_the_tpus_compiler_confirms():
     """XLA:TPU itself compiles a finalist; its time and peak are what is stated, and a note says by which operation they differ most."""
     found = searched(Confirm(finalists=1))
@@ -353,8 +362,8 @@ def test_the_tpus_compiler_confirms():
     assert any(note.startswith("search 1: 1 compiled") and "most of all" in note for note in found.notes), found.notes
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.slow(minutes=3)
+@needs_tpu_compiler
 def test_a_limit_below_the_tpus_own_peak_is_searched_again():
     """Between predicted and compiled peak a smaller plan is found, or the error has XLA:TPU's figure."""
     fn, args = PROGRAMS["gpt"]()

@@ -11,6 +11,7 @@ from autoshard.errors import InfeasibleError, NothingFasterError, TraceError
 from autoshard.ir.remat import Kept, Remat
 from autoshard.plan.exploring import Exploration
 from autoshard.plan.forms import Estimates, Form, forms_of
+from autoshard.plan.incumbent import Incumbent
 
 NOTHING = Kept(0, (), ())
 HALF, FULL = (Remat("fit", (), NOTHING, (), kept, 100.0, seconds) for kept, seconds in ((50.0, 8.0), (10.0, 24.0)))
@@ -98,6 +99,13 @@ def test_estimates_go_through_what_was_found():
     assert estimates.corrected(Form(3, HALF), 16.0).time(Form(2)) == 15.0
 
 
+def test_what_many_microbatches_take_less_than_estimated_is_not_due_to_recomputation():
+    """Its addition is nothing at least, so that no other form is promised to be faster than the step as it is."""
+    estimates = Estimates(10.0, 100.0, Form(), 20.0, 20.0, 10.0, 0.1, 8, 1.0).corrected(Form(4), 40.0).with_peak(Form(4), 50.0)
+    corrected = estimates.corrected(Form(512, HALF), 162.0)
+    assert corrected.time(Form(again=HALF)) == 10.0 and corrected.time(Form(2, HALF)) == 20.0
+
+
 def test_the_trail_says_what_became_of_each_form():
     """What was searched with its figures, and of the others what was estimated and why that was enough; in one sentence, too."""
     costs = Costs(0.5)
@@ -117,7 +125,8 @@ def test_the_trail_says_what_became_of_each_form():
     left = trail["1 microbatch, 50 % of activations kept"]
     assert (left.outcome, left.seconds, left.estimated_seconds) == ("not searched: estimated to be slower", None, 11.0)
     assert exploration.sentence(Form(2)) == (
-        "compared 1 to 4 microbatches with and without recomputation, 3 of 9 forms by a search: 2 microbatches is fastest within 61 B"
+        "compared 1 to 4 microbatches with and without recomputation, 3 of 9 forms by a search: 2 microbatches is fastest within 61 B, "
+        "before 4 microbatches with 11.5 s; 1 microbatch, which holds 100 B, would take 10.0 s"
     )
 
 
@@ -149,3 +158,120 @@ def test_a_refusal_says_what_was_tried():
     """Microbatches by their numbers, and recomputation."""
     with pytest.raises(InfeasibleError, match=r"in microbatches, of which .*4 were tried: .*computes again what it reads: the smallest"):
         Costs().explored(5.0)
+
+
+def test_a_peak_is_estimated_by_the_form_most_like_it():
+    """Whether it was over- or underestimated: numbers of microbatches by others, and one by itself."""
+    estimates = Estimates(10.0, 100.0, Form(), 20.0, 20.0, 10.0, 0.1, 8, 1.0).with_peak(Form(4), 30.0)
+    assert [estimates.peak(form) for form in (Form(), Form(again=HALF))] == [100.0, 60.0]
+    assert [estimates.peak(form) for form in (Form(2), Form(4), Form(4, HALF))] == [40.0, 30.0, 25.0]
+    assert estimates.with_peak(Form(4), 40.0).peak(Form(4, hosted=True)) == 30.0
+    half = estimates.with_peak(Form(again=HALF), 80.0)  # half of what is held beside arguments are activations
+    assert [half.peak(form) for form in (Form(again=HALF), Form(again=FULL), Form(4, HALF))] == pytest.approx([80.0, 64.0, 27.5])
+
+
+def test_microbatches_are_searched_without_anything_else_first():
+    """Of two microbatches with recomputation nobody knows which of them takes longer than estimated."""
+    costs, little = Costs(0.2), Remat("fit", (), NOTHING, (), 50.0, 100.0, 0.8)
+
+    def search(form: Form, limited: bool) -> tuple[float, float]:
+        if limited:
+            raise InfeasibleError("nothing fits.", 90.0)
+        return (14.0, 40.0) if form == Form(2, little) else costs.free(form)
+
+    exploration = costs.exploration(45.0, search)
+    exploration.others = lambda: forms_of((1, 2, 4), (None, little), [False])
+    assert exploration.best() == (10.6, 40.0)
+    assert exploration.free.keys() == {Form(), Form(4), Form(2, little)}
+
+
+def test_where_nothing_promises_to_fit_the_fastest_of_what_holds_least_is_searched():
+    """Beyond some number of microbatches nothing is left to hold less of."""
+    costs = Costs()
+
+    def search(form: Form, limited: bool) -> tuple[float, float]:
+        if limited and form.microbatches == 1:
+            raise InfeasibleError("nothing fits.", 100.0)
+        return (costs.free(form)[0], 19.0) if limited else costs.free(form)
+
+    exploration = costs.exploration(19.5, search)
+    exploration.others = lambda: forms_of([2**k for k in range(17)], [None], [False])
+    exploration.best()
+    assert list(exploration.found) == [Form(512)]
+    left = [each for each in exploration.trail(Form(512)) if each.outcome.startswith("not searched")]
+    assert len(left) == 12 and left[0].form == "2 microbatches"
+
+
+@pytest.mark.parametrize("is_thorough", [False, True])
+def test_what_is_far_from_the_limit_is_not_searched_within_it(is_thorough):
+    """Where something is found: that is which has least to save for what it gains, and no other that has more; in a full plan all are."""
+    costs, little = Costs(0.5), Remat("fit", (), NOTHING, (), 50.0, 100.0, 0.8)
+    limited = []
+
+    def search(form: Form, is_limited: bool) -> tuple[float, float]:
+        if is_limited:
+            limited.append(form)
+            raise InfeasibleError("nothing fits.", 90.0)
+        return (10.2, 62.0) if form == Form(again=little) else costs.free(form)
+
+    exploration = costs.exploration(61.0, search)
+    exploration.others = lambda: forms_of((1, 2), (None, little), [False])
+    exploration.is_thorough = is_thorough
+    assert exploration.best() == (10.5, 60.0) and limited == [Form(again=little), *([Form()] if is_thorough else [])]
+
+
+def test_a_variant_is_left_where_no_form_of_it_can_be_faster():
+    """One that is slower than what another variant has found, or as fast as one that was explored and holds as much."""
+    limit = 61.0
+    for seconds, variants, n in ((9.9, [], 1), (10.4, [(10.0, 100.0)], 1), (10.4, [(9.0, 200.0)], 3), (10.4, [], 3)):
+        costs = Costs(0.5)
+
+        def search(form: Form, limited: bool, costs=costs) -> tuple[float, float]:
+            costs.asked.append((form, limited))
+            return costs.free(form) if not limited else (11.0, limit)
+
+        exploration = costs.exploration(limit, search)
+        exploration.incumbent = Incumbent(seconds, seconds, variants=[*variants])
+        if n == 1:
+            with pytest.raises(NothingFasterError, match="of another"):
+                exploration.best()
+        else:
+            exploration.best()
+            assert exploration.incumbent.variants == [*variants, (10.0, 100.0)]
+        assert (len(costs.asked) == 1) == (n == 1)
+
+
+def test_what_hides_its_communication_is_not_cut_by_its_objective():
+    """A form without communication has its step time for an objective; one that hides a tenth may be faster with a greater objective."""
+    incumbent = Incumbent()
+    assert incumbent.bound_seconds == float("inf")
+    incumbent.see(SimpleNamespace(makespan_seconds=10.0, objective_seconds=11.0))
+    assert not incumbent.is_known
+    incumbent.add(SimpleNamespace(makespan_seconds=20.0, objective_seconds=20.0))
+    assert incumbent.bound_seconds == pytest.approx(22.0)
+
+
+def test_explorations_are_told_as_one():
+    """Of each form the fastest, whichever found it."""
+    one, other = (Costs().exploration(50.0, lambda *_: None) for _ in range(2))
+    one.found, other.found, other.estimated = {Form(): (2.0, 1.0)}, {Form(): (3.0, 1.0), Form(2): (1.0, 1.0)}, {Form(2): (1.5, 1.0)}
+    merged = one.merged([other])
+    assert merged.found == {Form(): (2.0, 1.0), Form(2): (1.0, 1.0)}
+    assert [(each.form, each.seconds) for each in merged.trail(Form(2))] == [("2 microbatches", 1.0), ("1 microbatch", 2.0)]
+
+
+def test_where_nothing_fits_what_holds_least_is_searched_too():
+    """Microbatches may hold more than they promise, as where they cannot be split as far: what saves most in one is then not left."""
+    costs = Costs(0.01)
+
+    def search(form: Form, limited: bool) -> tuple[float, float]:
+        costs.asked.append((form, limited))
+        seconds, peak = costs.free(form)
+        peak = 90.0 if form.microbatches > 1 else peak
+        if limited and peak > 30.0:
+            raise InfeasibleError("nothing fits.", peak)
+        return (seconds, 26.0) if limited else (seconds, peak)
+
+    exploration = costs.exploration(27.0, search)
+    exploration.others = lambda: forms_of([2**k for k in range(6)], (None, HALF, FULL), [False])
+    assert exploration.best() == (13.0, 26.0) and (Form(again=FULL), False) in costs.asked

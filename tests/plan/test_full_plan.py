@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,21 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.ir import Mesh
+from autoshard.ir.rewrites import Recompute
 from autoshard.pipeline.layering import Layering
 from autoshard.pipeline.plan_search import Planning, search_plans
 from autoshard.pipeline.plans import FILL, Bounds, Candidate, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.plan import prepared
-from autoshard.plan.full_plan import DEEP_SECONDS, Searches
+from autoshard.plan.full_plan import CORE_SECONDS, Searches
 from autoshard.plan.full_plan import fullest as all_found
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.request import Request
-from autoshard.plan.stage_searches import Call, in_stages, problems_on
+from autoshard.plan.stage_searches import Call, _of_first, in_stages, problems_on
 from autoshard.plan.user_pins import Asked, UserPins
 from autoshard.progress import silent
-from autoshard.recompute import Options, rematerialised
+from autoshard.recompute import Options
+from autoshard.rewrite import applied
 from autoshard.rules import rules_of
 from autoshard.run.tracing import TracedOnce
 from autoshard.search import DynamicProgramming
@@ -43,8 +46,10 @@ def small(n_layers=4, batch=8):
 @pytest.fixture(scope="module")
 def found():
     """A step without stages, and one with."""
-    fn, args = small()
-    return [autoshard.search(fn, *args, cluster="cpu:4", **options) for options in ({}, {"stages": 2, "microbatches": 4})]
+    fn, args = small(2)
+    quickly = {"cluster": "cpu:4", "searcher": "data_parallel", "remat": None}
+    forms = {"microbatches": None}, {"stages": 2, "microbatches": 4, "schedule": "1f1b"}
+    return [autoshard.search(fn, *args, **quickly, **form) for form in forms]
 
 
 CLUSTER = Cluster.parse("cpu:4")
@@ -121,21 +126,21 @@ def test_the_forms_of_a_full_search_are_in_its_trail(found):
     assert (trail[2].form, trail[2].estimated_seconds) == ("4 stages, 4 microbatches", 1e9)
 
 
-def test_a_deep_search_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
-    """Each search of a deep step has its own seconds of one core; one that ends early before those was interrupted, and ends all."""
+def test_a_pipeline_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
+    """The search of each has its own seconds of one core; one that ends early before those was interrupted, and ends all."""
     plain, pipeline = found
-    early = Strategy(replace(plain.record, stats={"ended_early": 1}), plain._traced)
-    for computing, expected in ((DEEP_SECONDS, [None]), (0.0, [])):
-        clock = iter([0.0, computing, 0.0, 0.0])
-        monkeypatch.setattr("autoshard.plan.full_plan.time.thread_time", clock.__next__)
+    early = Strategy(replace(pipeline.record, stats={"ended_early": 1}), pipeline._traced, parts=pipeline.stages)
+    for computing, expected in ((CORE_SECONDS, [None, None]), (0.0, [None])):
+        clock = iter([0.0, 0.0, 0.0, computing, 0.0, 0.0])
+        monkeypatch.setattr("autoshard.plan.full_plan.thread_seconds", clock.__next__)
         given = []
 
         def staged(n_stages, like, seconds, given=given):
             given.append(seconds)
-            return [pipeline]
+            return [early]
 
-        plans = Plans((estimate(1, 1e-9), estimate(2, 1e-9)), NO_BOUNDS, 2)
-        fullest(Searches(lambda *_: [early], lambda *_, plans=plans: plans, staged, True), CLUSTER, None, silent)
+        plans = Plans((estimate(2, 1e-9), estimate(4, 1e-9)), NO_BOUNDS, 2)
+        fullest(Searches(lambda *_: [plain], lambda *_, plans=plans: plans, staged), CLUSTER, None, silent)
         assert given == expected
 
 
@@ -179,7 +184,7 @@ def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
         assert given == [None]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 def test_a_planned_pipeline_computes_again_what_its_plan_says():
     """Where plain stages do not fit: its step time is the plan's within some per cent, its peak within the limit, its loss equal."""
     fn, args = models.gpt(8, 128, 4, 256, batch=32, length=512, dtype=jnp.float32)
@@ -188,7 +193,7 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
 
     def recomputing(program):
         facts = program_facts(program.graph, rules_of(program.graph), compiler_of(CLUSTER))
-        return rematerialised(program, Options(program, facts, CLUSTER.device).all[-1])
+        return applied(Recompute(Options(program, facts, CLUSTER.device).all[-1]), program)
 
     def plan(limit):
         asked = Wanted(limit, stages=[2], microbatches=8, recomputing=[recomputing])
@@ -201,7 +206,7 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
     own = {"mesh": dict(found.mesh.axes), "memory_limit_bytes": limit, "microbatches": 8, "schedule": "1f1b"}
     request = Request(cluster=CLUSTER, searcher=DynamicProgramming(), donate_argnums=0, **own)
     call = Call(fn, args, request, silent, chosen)
-    strategy = in_stages(call, 2, known)[0]
+    strategy = Strategy.of(in_stages(call, 2, known)[0])
     assert strategy.record.program.remat is not None
     assert strategy.cost.makespan_seconds == pytest.approx(found.makespan_seconds, rel=0.1)
     assert strategy.cost.peak_bytes <= limit
@@ -255,7 +260,7 @@ def test_no_plan_is_below_its_bounds(program, schedules, most):
     assert compared >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=2)
 def test_a_full_search_runs():
     """It is no slower than the step without stages, and computes the same loss."""
     fn, args = small()
@@ -266,6 +271,47 @@ def test_a_full_search_runs():
     state, *batch = jax.tree.map(lambda x: jnp.full(x.shape, 0.01 if jnp.issubdtype(x.dtype, jnp.floating) else 1, x.dtype), args)
     _, loss = full.apply(fn, devices=jax.devices()[:4])(state, *batch)
     np.testing.assert_allclose(loss, fn(state, *batch)[1], rtol=1e-5)
+
+
+def scanned(layers, batch, width):
+    """A step of equal layers in a scan."""
+
+    def step(params, x):
+        def loss(params):
+            return jnp.mean(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w["up"]) @ w["down"], None), x, params)[0] ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    up, down = (jax.ShapeDtypeStruct((layers, *shape), jnp.float32) for shape in ((width, 4 * width), (4 * width, width)))
+    return step, ({"up": up, "down": down}, jax.ShapeDtypeStruct((batch, width), jnp.float32))
+
+
+ALONE = ({}, {"microbatches": "auto"}, {"microbatches": 2}, {"remat": "auto"}, {"remat": "full"}, {"stages": 2})
+FIVE = {
+    "tower": lambda: tower(64, 64),
+    "wide tower": lambda: tower(2048, 512),
+    "scanned": lambda: scanned(4, 512, 128),
+    "gpt": small,
+    "gpt of a large batch": lambda: small(2, 32),
+}
+
+
+@pytest.mark.slow(minutes=5)
+@pytest.mark.parametrize("name", FIVE)
+@pytest.mark.parametrize("share", [2.0, 0.7])
+def test_a_full_plan_is_no_slower_than_any_option_alone(name, share):
+    """Where memory does not bind, and where it does: its candidates are those of every option."""
+    fn, args = FIVE[name]()
+    asked = {"cluster": "cpu:4", "donate_argnums": 0, "confirm": False}
+    asked["memory_limit_bytes"] = share * autoshard.search(fn, *args, **asked).cost.peak_bytes
+    full = autoshard.search(fn, *args, plan="full", **asked)
+    for alone in ALONE:
+        try:
+            found = autoshard.search(fn, *args, **asked, **alone)
+        except autoshard.AutoshardError:
+            continue
+        assert full.cost.makespan_seconds <= found.cost.makespan_seconds * (1 + 1e-6), (alone, found.cost, full.notes[-1])
 
 
 def test_layers_with_a_shard_map_are_searched_as_they_are():
@@ -321,6 +367,7 @@ def test_what_is_refused():
     assert Request.of(schedule="gpipe", plan="full").is_pipeline
 
 
+@pytest.mark.slow
 def test_a_decorated_step_has_a_full_plan():
     """`parallelize` takes the plan as `search` does, and refuses a misspelt one at once."""
     with pytest.raises(autoshard.ShardingError, match="'sharding' or 'full'"):
@@ -328,3 +375,10 @@ def test_a_decorated_step_has_a_full_plan():
     fn, args = small(2)
     found = autoshard.parallelize(fn, cluster="cpu:2", plan="full", progress=False).search(*args)
     assert found.notes[-1].startswith("plan='full' compared")
+
+
+def test_a_share_of_the_layers_is_recomputed_by_what_is_nearest():
+    """All of them as it was compared, others by what the program's choices keep."""
+    whole, *some = (SimpleNamespace(plain_bytes=100.0, kept_bytes=kept) for kept in (20.0, 90.0, 61.0, 40.0))
+    assert _of_first(whole, 1.0, lambda: some) is whole and _of_first(None, 0.5, lambda: some) is None
+    assert _of_first(whole, 0.5, lambda: some) is some[1] and _of_first(whole, 0.95, lambda: some) is whole

@@ -64,6 +64,7 @@ def test_the_oldest_go_where_there_are_too_many(folder, monkeypatch):
     assert [*kept_corrections(CLUSTER)[0].seconds] == ["a", "c"]
 
 
+@pytest.mark.slow
 def test_several_processes_lose_nothing(folder):
     """Each adds its own, again and again, and all are there in the end."""
     code = (
@@ -94,5 +95,5 @@ def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_corrections(CLUSTER, Corrections({"a": 1.0}))
     (path,) = (tmp_path / "autoshard").glob("*.json")
-    assert json.loads(path.read_text()) == {"schema": 1, "seconds": {"a": 1.0}} and "v5e" in path.name and "libtpu-1" in path.name
+    assert json.loads(path.read_text()) == {"schema": 2, "seconds": {"a": 1.0}} and "v5e" in path.name and "libtpu-1" in path.name
     assert not kept_corrections(autoshard.Cluster.parse("cpu:8"))[0]

@@ -41,6 +41,7 @@ def check(strategy, step, *args):
         np.testing.assert_allclose(np.asarray(ours), np.asarray(wanted), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"stages": 2, "microbatches": 2}])
 def test_axes_of_size_one_are_no_choice(options, tmp_path):
     """A program on a mesh of ten axes is searched as on its two larger ones, and keeps all names; a stage has fewer devices of it."""
@@ -104,6 +105,7 @@ def test_specs_with_axes_in_two_orders_are_refused():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("searcher", ["auto", "fully_sharded", "tensor_parallel"])
 def test_meshes_of_many_axes_are_searched_axis_by_axis(searcher):
     """Six axes have more layouts of an array than tables of reshards could: searches do without, or say so."""
@@ -116,6 +118,7 @@ def test_meshes_of_many_axes_are_searched_axis_by_axis(searcher):
             autoshard.search(lambda x, w: jnp.tanh(x @ w).sum(), *shapes, cluster="v5e:8x8", mesh=mesh, searcher="dynamic_programming")
 
 
+@pytest.mark.slow
 def test_a_pipeline_runs_under_the_mesh_in_force():
     """Programs of stages are on meshes of their own, where the constraints of the step are on the mesh of `jax.set_mesh`."""
     mesh = jax.make_mesh((1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 import autoshard
+from autoshard.cli.commands import parser
 from autoshard.errors import AutoshardError, ClusterError
 from autoshard.options import OPTIONS, table
 from autoshard.plan.request import Request
@@ -20,6 +21,7 @@ def searched(name, *names, **more):
     return autoshard.search(examples()[name].step, *args, cluster=CLUSTER, **given, **more)
 
 
+@pytest.mark.slow
 def test_stages_take_what_other_plans_take():
     """A start, batch axes, state on hosts and a confirmation on the devices, all at once; results are those of one device."""
     names = ("stages=2", "start", "batch_axes", "offload='optimizer'", "confirm='devices'", "donate_argnums", "microbatches=2")
@@ -32,6 +34,7 @@ def test_stages_take_what_other_plans_take():
     assert not examples()["scanned"].differs(strategy)
 
 
+@pytest.mark.slow
 def test_stages_keep_the_shardings_that_arguments_have():
     """On a mesh of all devices they are, of whose axes each stage has a part."""
     strategy = searched("unrolled", "stages=2", "pins='arguments'")
@@ -39,6 +42,7 @@ def test_stages_keep_the_shardings_that_arguments_have():
     assert strategy.mesh_shape["model"] * strategy.mesh_shape["data"] == 4
 
 
+@pytest.mark.slow
 def test_a_mesh_of_some_devices_is_that_of_stages():
     """With plan='full' their number follows; one of all devices is that of the step without stages."""
     assert searched("scanned", "plan='full'", mesh={"data": 4}).mesh_shape == {"stage": 2, "data": 4}
@@ -47,6 +51,7 @@ def test_a_mesh_of_some_devices_is_that_of_stages():
         searched("scanned", "stages=2", mesh={"data": 3})
 
 
+@pytest.mark.slow
 def test_a_compiler_confirms_stages():
     """The programs of all tasks are compiled for the cluster, and what they need is recorded."""
     strategy = searched("scanned", "stages=2", "microbatches=2", confirm="compiler", mesh={"data": 4})
@@ -66,7 +71,13 @@ def test_refusals_are_those_of_the_table():
 
 def test_the_page_of_options_has_them_all():
     """As the table is that the command line and Python are made from; signatures have its names and defaults."""
-    assert table() in (Path(__file__).parents[2] / "docs" / "options.md").read_text("utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text("utf-8")
+    assert table() in page
+    others = {*inspect.signature(autoshard.parallelize).parameters} - {*OPTIONS, "fn"}
+    assert not [name for name in others if f"| `{name}`" not in page and f", `{name}` |" not in page]
+    search = parser()._subparsers._group_actions[0].choices["search"]  # pyright: ignore[reportOptionalMemberAccess]
+    flags = {action.option_strings[-1] for action in search._actions if action.option_strings}
+    assert not [flag for flag in flags - {"--help", "--debug", "--json-schema", "--args", "--pins-from"} if flag not in page]
     for function in (autoshard.search, autoshard.parallelize):
         parameters = inspect.signature(function).parameters
         assert {name: parameters[name].default for name in OPTIONS} == {name: each.default for name, each in OPTIONS.items()}
@@ -75,7 +86,7 @@ def test_the_page_of_options_has_them_all():
     assert all(request[name] == each.default for name, each in OPTIONS.items() if name in request and name != "searcher")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=20)
 @pytest.mark.parametrize("name", ["scanned", "unrolled"])
 def test_every_pair_of_options_works(name):
     """On both steps, or is refused as the table says."""

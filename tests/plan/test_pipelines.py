@@ -3,10 +3,8 @@
 import functools
 import os
 import re
-import sys
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import jax
@@ -15,8 +13,10 @@ import optax
 import pytest
 
 import autoshard
-from autoshard.errors import ClusterError, OutOfTime, PipelineError, ShardingError, StrategyError, TraceError
+from autoshard.errors import ClusterError, OutOfTime, ShardingError, StrategyError, TraceError
+from autoshard.explanation.explain_pipeline import schedule_as
 from benchmarks import models
+from tests.requirements import needs_tpu_compiler
 
 WIDTH, HIDDEN, LAYERS, BATCH = 16, 32, 4, 16
 OPTIMIZER = optax.adam(1e-2)
@@ -82,6 +82,7 @@ def check_equal(found, losses):
         assert jnp.allclose(jax.device_get(here), jax.device_get(there), atol=3e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("gpipe", 4), ("interleaved", 2), ("zero_bubble", 2)])
 def test_a_pipeline_computes_what_the_step_computes(schedule, stages):
     """Losses and state are those of one device, and each part of the devices runs its tasks in the order of the schedule."""
@@ -89,12 +90,11 @@ def test_a_pipeline_computes_what_the_step_computes(schedule, stages):
     assert strategy.mesh_shape["stage"] == stages and strategy.microbatches == 4
     run = strategy.apply(train_step)
     check_equal(*trained(run, strategy.init(init, jax.random.key(0)), example()[1]))
-    chunks = 2 if schedule == "interleaved" else None
-    orders = autoshard.pipeline.schedule.schedule_of(schedule, stages, 4, chunks).orders
-    for stage, order in enumerate(orders):
+    for stage, order in enumerate(schedule_as(strategy.record, strategy.record.pipeline).orders):
         assert tuple(task for at, task in run.executed if at == stage) == order
 
 
+@pytest.mark.slow
 def test_state_is_on_the_devices_of_its_stage():
     """Each leaf has the devices of one stage, from `init` on, and every stage has some of them."""
     strategy = searched()
@@ -108,6 +108,7 @@ def test_state_is_on_the_devices_of_its_stage():
     assert dict(strategy.mesh.shape) == strategy.mesh_shape
 
 
+@pytest.mark.slow
 def test_a_saved_pipeline_runs_as_before(tmp_path):
     """The file has all that it takes: stages, cut, schedule."""
     strategy = searched()
@@ -119,6 +120,7 @@ def test_a_saved_pipeline_runs_as_before(tmp_path):
     assert "Schedule 1f1b: 4 microbatches" in explained and "divides the program and its state into stages" in explained.replace("\n", " ")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", ["shardy", "cpu"])
 def test_the_compiled_tasks_have_the_planned_collectives(target):
     """Those of all tasks and microbatches of a stage together, in kind, number and bytes; FLOPs too."""
@@ -133,7 +135,8 @@ def test_the_compiled_tasks_have_the_planned_collectives(target):
     assert "Stage 1" in str(found) and found.to_json()["exact"]
 
 
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu, the TPU compiler")
+@pytest.mark.slow
+@needs_tpu_compiler
 def test_gathers_before_the_loop_are_as_narrow_on_tpus_as_predicted():
     """Float32 weights of scanned layers that cast them themselves are gathered as bfloat16, as within one program."""
     step, args = models.llama(4, 256, 4, 2, 512, 512, batch=16, length=128, scan=True)[:2]
@@ -176,6 +179,7 @@ def scanned(**options):
     return autoshard.search(scanned_step, state, batch, **given)
 
 
+@pytest.mark.slow
 def test_stages_have_the_rows_of_their_own_layers(tmp_path):
     """Weights, and optimizer state with them, are split over the stages from `init` on; losses and state are those of one device, and so
     is what a saved strategy computes and a checkpoint restores, also under a strategy without stages.
@@ -212,6 +216,7 @@ def test_stages_have_the_rows_of_their_own_layers(tmp_path):
     assert "Arguments of which every stage has the rows of its own layers" in str(strategy.explain())
 
 
+@pytest.mark.slow
 def test_a_note_says_which_stacked_arrays_stay_whole():
     """Where a part of the devices has two stages, which are no neighbours: one stage has the array."""
     strategy = scanned(schedule="interleaved", mesh={"data": 4}, searcher="data_parallel")
@@ -219,6 +224,7 @@ def test_a_note_says_which_stacked_arrays_stay_whole():
     assert any("stacked along scanned layers" in note and "['up']" in note for note in strategy.notes)
 
 
+@pytest.mark.slow
 def test_a_decorated_step_is_a_pipeline():
     """`parallelize(stages=)` searches at the first call."""
     run = autoshard.parallelize(train_step, cluster="cpu:8", stages=2, microbatches=4, donate_argnums=0, progress=False)
@@ -227,6 +233,7 @@ def test_a_decorated_step_is_a_pipeline():
     assert run.strategy.mesh_shape["stage"] == 2
 
 
+@pytest.mark.slow
 def test_checkpoints_move_between_pipelines_and_plain_strategies(tmp_path):
     """A state that was saved under one is restored under the other, bit by bit."""
     state, batch = example()
@@ -248,8 +255,8 @@ def test_the_number_of_microbatches_is_found_where_none_is_given():
 
 def test_the_best_pipeline_by_then_is_the_answer_where_the_time_is_over(monkeypatch):
     """Of several numbers of microbatches those that were searched count."""
-    module = import_module("autoshard.plan.pipelining")
-    best, calls = module._Planner.best, []
+    module = import_module("autoshard.plan.stage_planner")
+    best, calls = module.Planner.best, []
 
     def late(planner):
         calls.append(planner.staged.n_microbatches)
@@ -257,7 +264,7 @@ def test_the_best_pipeline_by_then_is_the_answer_where_the_time_is_over(monkeypa
             raise OutOfTime("over")
         return best(planner)
 
-    monkeypatch.setattr(module._Planner, "best", late)
+    monkeypatch.setattr(module.Planner, "best", late)
     options = {"cluster": "cpu:8", "stages": 2, "mesh": {"data": 4}, "searcher": "data_parallel"}
     assert autoshard.search(train_step, *example(), **options).microbatches == calls[0] and len(calls) == 2
 
@@ -268,6 +275,7 @@ def test_a_time_that_is_over_leaves_first_answers():
     assert len(found.stages) == 2
 
 
+@pytest.mark.slow
 def test_stages_share_the_time_and_an_interrupt(monkeypatch):
     """Each search has its part of the time that is left; after Ctrl-C in one, the others have none."""
     module = import_module("autoshard.plan.stage_searches")
@@ -306,25 +314,27 @@ def test_the_reserve_is_given_up_last(monkeypatch):
 
 def test_notes_say_which_stage_they_are_of():
     """Where not all stages have them."""
-    module = import_module("autoshard.plan.pipelining")
+    module = import_module("autoshard.plan.pipeline_record")
     records = [SimpleNamespace(assumptions=notes) for notes in (("a", "b"), ("a",), ("a", "b"))]
     staged = SimpleNamespace(divided=SimpleNamespace(whole=()))
     plan = SimpleNamespace(staged=staged, stages=[SimpleNamespace(strategy=SimpleNamespace(record=record)) for record in records])
     assert module._notes(plan) == ("a", "stages 0, 2: b")
 
 
+@pytest.mark.slow
 def test_equal_stages_are_searched_once(monkeypatch):
     """Those in the middle; each has the names of its own arguments."""
-    module, solved = sys.modules["autoshard.plan.prepared"], []
+    module, solved = import_module("autoshard.plan.prepared"), []
     search = module.search_meshes
     monkeypatch.setattr(module, "search_meshes", lambda *arguments: solved.append(1) or search(*arguments))
-    fn, args = models.gpt(8, 32, 4, 64, batch=8, length=16)
-    found = autoshard.search(fn, *args, cluster="cpu:8", stages=4, microbatches=4, mesh={"data": 2}, searcher="fully_sharded").stages
+    fn, args = models.gpt(12, 32, 4, 64, batch=8, length=16)
+    options = {"stages": 4, "schedule": "1f1b", "microbatches": 4, "mesh": {"data": 2}, "searcher": "fully_sharded"}
+    found = autoshard.search(fn, *args, cluster="cpu:8", **options).stages
     assert len(solved) == 3
     first, second = found[1:3]
     assert first.record.choices == second.record.choices and first.cost.makespan_seconds == second.cost.makespan_seconds
-    assert "['layers'][4]" in str(second.record.arguments) and "['layers'][4]" in str(second.cost.collectives)
-    assert "['layers'][2]" not in str(second.record.arguments) + str(second.cost.collectives)
+    assert "['layers'][6]" in str(second.record.arguments) and "['layers'][6]" in str(second.cost.collectives)
+    assert "['layers'][3]" not in str(second.record.arguments) + str(second.cost.collectives)
 
 
 def test_pins_hold_on_the_stage_that_has_the_argument():
@@ -342,9 +352,8 @@ def test_pins_hold_on_the_stage_that_has_the_argument():
     [
         ({"stages": 1}, ShardingError, "stages are a number, 2 or more, or None, got 1"),
         ({"stages": 3}, ClusterError, "has no 3 of them"),
-        ({"stages": 2, "schedule": "2f2b"}, ShardingError, "schedule is '1f1b', 'gpipe'"),
+        ({"stages": 2, "schedule": "2f2b"}, ShardingError, "schedule is 'auto', '1f1b', 'gpipe'"),
         ({"stages": 2, "microbatches": 3}, TraceError, "divides a batch"),
-        ({"stages": 2, "schedule": "interleaved", "microbatches": 1}, PipelineError, "that its stages divide"),
         ({"stages": 2, "mesh": {"data": 2}}, ClusterError, "that of each stage, on 4 of the 8 devices"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -366,6 +375,7 @@ def test_a_pipeline_is_no_part_of_another_program():
         searched().pins(train_step, *example())
 
 
+@pytest.mark.slow
 def test_stages_compute_again_what_they_do_not_keep(tmp_path):
     """With recomputation microbatches keep less, losses and state stay the same, and a saved pipeline runs so, too."""
     options = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "donate_argnums": 0}
@@ -384,9 +394,26 @@ def test_a_stage_that_does_not_fit_is_named():
         autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, memory_limit_bytes=9e3)
 
 
+@pytest.mark.slow
 def test_the_stages_plans_and_programs_can_be_saved(tmp_path):
     """A folder a stage, with its graph and plan from a call, and the compiled text of its programs from `verify`."""
     searched().apply(train_step, save_graphs=tmp_path)(init(jax.random.key(0)), example()[1])
     autoshard.verify(searched(), train_step, *example(), target="cpu", save_graphs=tmp_path)
     found = [{path.name for path in folder.iterdir()} for folder in tmp_path.iterdir()]
     assert found == [{"graph.graphml", "plan.txt", "compiled.txt"}] * 2
+
+
+@pytest.mark.slow
+def test_what_if_of_stages_chunks_and_schedules():
+    """Another schedule of the same stages, two chunks in a V, and four stages: each runs, or is refused with what to do."""
+    strategy = searched()
+    other = strategy.what_if(schedule="auto").strategy
+    assert other.record.pipeline.stages[0].record == strategy.record.pipeline.stages[0].record
+    assert other.cost.makespan_seconds < strategy.cost.makespan_seconds
+    folded = strategy.what_if(chunks=2, schedule="auto").strategy
+    assert (folded.record.pipeline.placement, len(folded.stages)) == ("v", 4)
+    check_equal(*trained(folded.apply(train_step), *jax.tree.map(jnp.copy, example())))
+    found = strategy.what_if(stages=4)
+    assert found.strategy.mesh_shape["stage"] == 4 and "stages=4" in str(found)
+    with pytest.raises(autoshard.errors.PipelineError, match=r"schedule='one_program'. Search with it instead"):
+        strategy.what_if(schedule="one_program")

@@ -52,6 +52,7 @@ def test_recomputation_that_is_slower_than_what_is_known_leads_to_less(known, fi
         _least_that_fits(attempt, range(first))
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_in_no_microbatches_computes_again_by_itself():
     """By default what fits nothing else is recomputed; a refusal says that this was tried."""
     step, arguments = MAKE()
@@ -122,8 +123,9 @@ def adversarial(both, x, seed):
     return (updated(actor, of_actor), critic), error, value
 
 
-def test_a_step_with_two_optimizers_in_microbatches_is_found_without_recomputation():
-    """Where recomputation does not go together with microbatches, ``"auto"`` gives the plan without it, and ``"full"`` is refused."""
+@pytest.mark.slow
+def test_forms_that_do_not_go_together_with_microbatches_are_left_out():
+    """Of a step with two optimizers ``"auto"`` compares those that do, and is no slower than without; ``"full"`` is refused."""
     actor, critic = ([(jnp.ones(pair), jnp.zeros(pair[1])) for pair in pairwise(sizes)] for sizes in ((16, 64, 64, 32), (32, 64, 64, 1)))
     arguments = ((actor, critic), jnp.ones((16, 32)), jnp.uint32(0))
     common = {"cluster": "cpu:8", "mesh": {"data": 8}, "microbatches": 4}
@@ -131,7 +133,10 @@ def test_a_step_with_two_optimizers_in_microbatches_is_found_without_recomputati
     limit = plain.cost.peak_bytes * 0.9
     bound = autoshard.search(adversarial, *arguments, remat=None, memory_limit_bytes=limit, **common)
     found = autoshard.search(adversarial, *arguments, remat="auto", memory_limit_bytes=limit, **common)
-    assert found.remat is None and found.cost.peak_bytes == bound.cost.peak_bytes <= limit
+    assert found.cost.makespan_seconds <= bound.cost.makespan_seconds and found.cost.peak_bytes <= limit
+    assert {"taken", "there is no such form"} <= {each.outcome for each in found.record.trail}
+    for ours, wanted in zip(jax.tree.leaves(found.apply(adversarial)(*arguments)), jax.tree.leaves(adversarial(*arguments)), strict=True):
+        np.testing.assert_allclose(ours, wanted, rtol=2e-4, atol=2e-5)
     with pytest.raises(TraceError, match=r"recomputation is of one forward .* only without recomputation it runs in 4 microbatches"):
         autoshard.search(adversarial, *arguments, remat="full", **common)
 
@@ -142,6 +147,7 @@ def test_words_that_there_are_not_are_refused():
         autoshard.search(lambda x: x, np.ones(8), cluster="cpu:8", remat="some")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_scan", [False, True], ids=["unrolled", "scanned"])
 def test_a_note_says_that_own_checkpoints_stay_and_how_to_have_them_reconsidered(is_scan):
     """With ``"full"`` and ``"auto"`` it names the line of each `jax.checkpoint`; else there is no such note."""

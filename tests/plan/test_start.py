@@ -13,9 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.plan.prepared import prepare
+from autoshard.plan.request import Request
 from autoshard.plan.start import carried_specs, use_of
-from autoshard.plan.user_pins import Asked
-from autoshard.search import searcher_of
 
 PARAMS = {"up": jnp.ones((96, 192)), "down": jnp.ones((192, 96))}
 X = np.ones((48, 96), np.float32)
@@ -34,10 +33,11 @@ def old(n=8, pinned=True):
 
 
 def problems(n, mesh=None):
-    prepared = prepare(train_step, (PARAMS, X), f"cpu:{n}", searcher_of("auto"), mesh, Asked(), None, ())
+    prepared = prepare(train_step, (PARAMS, X), Request.of(cluster=f"cpu:{n}", mesh=mesh))
     return {str(each): prepared.problem(each, None, []) for each in prepared.meshes}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("n", [8, 6, 4, 2, 1])
 @pytest.mark.parametrize("searcher", ["auto", "recursive_programming"])
 def test_the_answer_is_no_slower_than_the_old_one_carried_over(n, searcher):

@@ -94,6 +94,7 @@ def test_what_stages_send_in_a_tick_is_one_activation_each_way():
     assert all(per_device // 2 <= each.bytes <= per_device for each in looped)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("target", ["shardy", "cpu"])
 def test_the_compiled_program_has_the_planned_collectives(target):
     """In kind, number and bytes; FLOPs too: the bubbles of all ticks are in both."""
@@ -110,6 +111,7 @@ def in_two_rounds():
         return autoshard.search(train_step, *example(), cluster="cpu:8", donate_argnums=0, **options)
 
 
+@pytest.mark.slow
 def test_in_two_rounds_numbers_are_those_of_one_device(tmp_path):
     """Of a strategy that was saved, too, which says in how many rounds it runs."""
     strategy = in_two_rounds()
@@ -122,6 +124,40 @@ def test_in_two_rounds_numbers_are_those_of_one_device(tmp_path):
     assert "11 ticks forward" in explained and "stage 0 F0a F1a F2a F3a F0b F1b F2b F3b" in explained
 
 
+@functools.cache
+def with_weights_apart():
+    """The step in 4 stages, whose gradients of weights are apart."""
+    options = {"stages": 4, "schedule": "one_program_zero_bubble", "microbatches": 4, "searcher": "dynamic_programming"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ONE_PROGRAM, "one_program_zero_bubble", (1,))
+        return autoshard.search(train_step, *example(), cluster="cpu:8", donate_argnums=0, **options)
+
+
+@pytest.mark.slow
+def test_with_weights_apart_numbers_are_those_of_one_device(tmp_path):
+    """Of a strategy that was saved, too; its explanation says that gradients of weights have no bubble."""
+    strategy = with_weights_apart()
+    strategy.save(tmp_path / "s.json")
+    loaded = autoshard.load(tmp_path / "s.json")
+    assert loaded == strategy and loaded.record.program.weights_apart
+    check_trained(loaded, train_step, *example())
+    explained = " ".join(str(loaded.explain()).split())
+    assert "Schedule one_program_zero_bubble: 4 microbatches in 4 stages" in explained
+    assert "gradients of weights come after the last one, where no stage waits" in explained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["shardy", "cpu"])
+def test_the_bubble_of_weights_apart_is_as_planned(target):
+    """The compiled program has the planned collectives, and FLOPs in which gradients of weights are computed once a microbatch alone."""
+    strategy = with_weights_apart()
+    found = autoshard.verify(strategy, train_step, *example(), target=target)
+    assert found.exact and found.flops_ratio == pytest.approx(1.0, abs=0.01)
+    of_weights, more_ticks = 2 * 2 * BATCH * WIDTH * HIDDEN * LAYERS / 8, (4 + 4 - 1) / 4 - 1
+    assert searched().cost.flops - strategy.cost.flops == pytest.approx(of_weights * more_ticks, rel=0.05)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["shardy", "cpu"])
 def test_in_two_rounds_weights_and_gradients_are_exchanged_once_a_step(target):
     """As predicted, in kind, number and bytes; beside them stages send activations alone, to the next stage and back to the first."""
@@ -164,6 +200,7 @@ def test_a_saved_strategy_runs_as_before(tmp_path):
     assert "stage 3 .........F0 F1 F2 F3 B3 B2 B1 B0" in explained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", pytest.param("fit", marks=pytest.mark.slow)])
 def test_layers_are_computed_again_within_stages(remat):
     """Recomputation is chosen for the step as it was traced, and saved with the stages; numbers stay the same."""
@@ -175,6 +212,7 @@ def test_layers_are_computed_again_within_stages(remat):
     check_trained(strategy, train_step, *example(), steps=1)
 
 
+@pytest.mark.slow
 def test_a_decorated_step_takes_the_schedule():
     """`parallelize` has the same options."""
     options = {"stages": 4, "schedule": "one_program", "microbatches": 4, "searcher": "data_parallel", "progress": False}
@@ -193,8 +231,9 @@ def test_numbers_of_microbatches_are_tried_where_none_is_given():
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt_remat"])
 @pytest.mark.parametrize("stages, rounds", [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize("schedule", ["one_program", "one_program_zero_bubble"])
 @pytest.mark.slow
-def test_language_models_train_as_on_one_device(name, stages, rounds, monkeypatch):
+def test_language_models_train_as_on_one_device(name, stages, rounds, schedule, monkeypatch):
     """Scanned GPT, with `jax.checkpoint` and without, and Llama, in 2, 4 and 8 stages on eight devices, in one round and in two."""
     from tests.programs import concrete
 
@@ -203,8 +242,8 @@ def test_language_models_train_as_on_one_device(name, stages, rounds, monkeypatc
         step, args = models.llama(**small, kv_heads=2, ffn=64, scan=True)
     else:
         step, args = models.gpt_scan(**small, remat=name == "gpt_remat")
-    options = {"stages": stages, "schedule": "one_program", "microbatches": 4, "searcher": "dynamic_programming", "donate_argnums": 0}
-    monkeypatch.setitem(ONE_PROGRAM, "one_program", (rounds,))
+    options = {"stages": stages, "schedule": schedule, "microbatches": 4, "searcher": "recursive_programming", "donate_argnums": 0}
+    monkeypatch.setitem(ONE_PROGRAM, schedule, (rounds,))
     strategy = autoshard.search(step, *args, cluster="cpu:8", **options)
     assert strategy.record.program.rounds == rounds
     check_trained(strategy, step, *concrete(args))

@@ -143,6 +143,7 @@ def plain_args():
 # -- shardings of arrays ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("searcher", ["auto", "fully_sharded", "tensor_parallel", "dynamic_programming"])
 def test_arrays_keep_their_shardings(searcher):
     """On their mesh, whatever the searcher would choose; arrays on one device are free."""
@@ -265,6 +266,7 @@ def test_metadata_against_an_array_is_refused():
     assert specs(settled)["state.params['up']['kernel'].value"] == P("data", None)
 
 
+@pytest.mark.slow
 def test_linen_logical_axes_follow_their_rules():
     """Of parameters, optimizer state and activations; also once the rules are not in force any more."""
     state, x = linen_state(Block(), jnp.ones((8, 4, 32))), array(8, 4, 32)
@@ -294,6 +296,7 @@ def test_logical_axes_without_rules_are_named():
     assert any("there is no rule for logical axis 'heads'" in note for note in strategy.notes)
 
 
+@pytest.mark.slow
 def test_nnx_partitioning_is_kept(tmp_path):
     """Of a model's variables and of its optimizer's, with rules of a variable's own, and where variables were made on a mesh."""
     images, labels = array(16, 4, 4, 3), np.arange(16) % 8
@@ -349,6 +352,7 @@ def test_constraints_that_flax_cannot_apply_are_named():
     check(strategy, layer.apply, (params, x), layer.apply(params, x), {"variables['params']['kernel'].value": P(None, "model")})
 
 
+@pytest.mark.slow
 def test_a_strategy_found_under_a_mesh_runs_without_it(tmp_path):
     """And the other way round: the axes of constraints count, not the mesh in force; NNX state is made on the strategy's mesh."""
     args = mlp_args()

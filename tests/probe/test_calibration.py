@@ -44,6 +44,7 @@ def test_one_device_has_no_collectives(hurried):
     assert found.cluster.interconnect == found.start.interconnect
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_collectives_compile_to_what_they_are_called(kind):
     """A loop of one collective has just that collective in it, along the axis that was asked for."""

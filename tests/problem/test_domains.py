@@ -18,6 +18,7 @@ from autoshard.mesh_search.candidates import placed
 from autoshard.problem import Problem
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", ["gpt", "convnet", "moe"])
 def test_slots_are_the_layouts_of_their_labels(program):
     """Every op variable has the legal choices that its slots allow, and each slot's number is that of the layout under its label."""
@@ -40,6 +41,7 @@ def test_slots_are_the_layouts_of_their_labels(program):
                 assert number == sum((dim + 1) * (len(dims) + 1) ** axis for axis, dim in enumerate(layout))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", sorted(SMALL))
 def test_no_legal_choice_is_forgotten(program):
     """The domain of an op variable is all of its legal choices, less those that leave one of its slots without a layout."""
@@ -61,6 +63,7 @@ def test_no_legal_choice_is_forgotten(program):
             assert set(problem.costs.whole_domain(index).labels) == every
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", ["gpt", "convnet", "moe"])
 def test_another_placement_has_the_tables_it_would_have_alone(program):
     """Sharing with a problem on another placement of the mesh, or on another mesh, changes no table."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from problems import problem_of
 from programs import PROGRAMS, gpt
 
+from autoshard.budgets import BUDGETS
 from autoshard.mesh_search.anytime import Incumbent
 from autoshard.mesh_search.bounds import first_bound, message_bound
 from autoshard.problem import Hints
@@ -39,6 +43,7 @@ def test_a_bound_computed_twice_is_the_same(program):
     assert message_bound(problem, 4)[0] == bound > first
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("searcher", [DynamicProgramming(), RecursiveProgramming()], ids=lambda one: one.name)
 @pytest.mark.parametrize("share", [None, 0.9])
 def test_a_search_leaves_nothing_behind(searcher, share):
@@ -88,3 +93,18 @@ def test_problems_that_differ_in_their_limit_or_observer_share_their_tables():
     assert incumbent.best is None
     RecursiveProgramming().solve(other)
     assert incumbent.best is not None
+
+
+@pytest.mark.parametrize("program", ["mlp", "moe"])
+def test_tables_of_some_axes_are_parts_of_those_of_all(program, monkeypatch):
+    """Whatever axes are free, and whether all were before or not, tables, labels and the present ones are the same."""
+    monkeypatch.setattr("autoshard.problem.cost_tables.BUDGETS", replace(BUDGETS, whole_labels=0))
+    whole, alone = make(program), make(program)
+    labels = whole.whole_tables().at([len(options) // 2 for options in whole.whole_tables().labels])
+    domain = whole.costs.domain(0, labels[0], (0,))
+    assert domain.whole is whole.costs.whole_domain(0) and alone.costs.domain(0, labels[0], (0,)).whole is None
+    for free in ((), (0,), (1,)):
+        ours, theirs = whole.tables(free, labels), alone.tables(free, labels)
+        assert ours.labels == theirs.labels and ours.incumbent.tolist() == theirs.incumbent.tolist()
+        assert all(np.array_equal(a, b) for a, b in zip(ours.unary, theirs.unary, strict=True))
+        assert ours.pairs.keys() == theirs.pairs.keys() and all(np.array_equal(ours.pairs[k], theirs.pairs[k]) for k in ours.pairs)

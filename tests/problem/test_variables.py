@@ -50,6 +50,7 @@ def test_every_op_is_decided_once(program):
             assert position == where and facts.alike[found.signatures[number].op] == facts.alike[op]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", [*SMALL, "lstm"])
 def test_every_read_of_another_layout_is_an_edge(program):
     """An op that leads a variable reads each operand of another variable over an edge, through the value's copy where it has one."""
@@ -110,6 +111,7 @@ def test_what_cannot_be_split_is_read_whole():
     assert any(variable.whole_reads for variable in found.variables)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", sorted(SMALL))
 def test_equal_variables_have_equal_keys(name):
     """The same program twice has the same decisions, edge for edge: a key says all that a variable's tables depend on."""

@@ -13,9 +13,12 @@ import pytest
 import autoshard
 from autoshard.errors import InfeasibleError, ShardingError, StrategyError
 from autoshard.ir import is_transfer
-from autoshard.recompute import offloaded, optimizer_state
+from autoshard.ir.rewrites import Offload
+from autoshard.recompute import optimizer_state
+from autoshard.rewrite import applied
 from autoshard.run.step import program_of
 from autoshard.trace import trace
+from tests.requirements import needs_tpu_compiler
 
 WIDTH = 512
 LEAF = WIDTH * WIDTH * 4
@@ -58,12 +61,13 @@ def test_each_leaf_is_moved_to_the_device_for_its_update_and_back():
     """The rewritten program has two transfers a leaf; its arguments and results of these leaves are on the host, and no others are."""
     traced = trace(_step, STATE, X, donate_argnums=0)
     leaves = optimizer_state(traced)
-    graph = offloaded(traced, leaves).graph
+    graph = applied(Offload(leaves), traced).graph
     assert sum(is_transfer(op) for op in graph.ops) == 2 * len(leaves)
     assert {k for k, value in enumerate(graph.arguments) if graph.values[value].on_host} == set(leaves)
     assert {argument for result, argument in graph.aliases if graph.values[graph.results[result]].on_host} == set(leaves)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"lowering": "constraints"}], ids=str)
 def test_steps_compute_the_same_with_state_on_hosts(options):
     """Three steps give the losses and weights of the unsharded step, and leave moments in the memory of hosts."""
@@ -83,6 +87,7 @@ def test_steps_compute_the_same_with_state_on_hosts(options):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), state, expected)
 
 
+@pytest.mark.slow
 def test_stages_of_one_program_keep_state_on_hosts():
     """Scanned layers as stages of one program: moments are on hosts, split over stages, and three steps equal the unsharded ones."""
 
@@ -139,6 +144,7 @@ def test_state_is_offloaded_where_nothing_fits_otherwise():
         _search(searcher="data_parallel", memory_limit_bytes=limit, microbatches=None, remat=None)
 
 
+@pytest.mark.slow
 def test_each_point_of_a_frontier_has_its_offload():
     """With ``"optimizer"`` moments of all points are on hosts, with ``"auto"`` those of the least memory and not of the least time."""
     options = {"cluster": "v5e:1x1", "mesh": {"data": 1}, "donate_argnums": 0, "points": 4}
@@ -165,7 +171,7 @@ def test_what_cannot_be_offloaded_is_refused():
         autoshard.search(lambda w, x: x @ w, jnp.ones((8, 8)), jnp.ones((8, 8)), cluster="cpu:8", offload="optimizer")
     with pytest.raises(ShardingError, match="'activations', 'auto' or None, got 'all'"):
         _search(offload="all")
-    with pytest.raises(StrategyError, match="keeps state on hosts"):
+    with pytest.raises(StrategyError, match=r"in the memory of hosts.*Search with offload=None\."):
         _search(offload="optimizer").pins(_step, STATE, X)
 
 
@@ -179,6 +185,7 @@ def test_a_saved_strategy_keeps_state_on_hosts(tmp_path):
     assert autoshard.verify(loaded, _step, STATE, X).exact
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("microbatches", [None, 2])
 def test_a_loaded_strategy_runs_its_function_with_state_on_hosts(microbatches, tmp_path):
     """The function, traced anew, becomes the program of the file: microbatches first, then the same leaves on hosts."""
@@ -193,6 +200,7 @@ def test_a_loaded_strategy_runs_its_function_with_state_on_hosts(microbatches, t
     assert {state["moments"][0].trace[name].sharding.memory_kind for name in ("up", "down")} == {HOST}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("saved", "restored"), [("optimizer", None), (None, "optimizer"), ("optimizer", "optimizer")])
 def test_checkpoints_are_restored_where_their_strategy_has_them(saved, restored, tmp_path):
     """State on hosts is saved, and comes back equal in the memory that the strategy says, whichever it was saved from."""
@@ -205,7 +213,8 @@ def test_checkpoints_are_restored_where_their_strategy_has_them(saved, restored,
     assert kinds == {HOST if restored else "device"}
 
 
-@pytest.mark.slow
+@needs_tpu_compiler
+@pytest.mark.slow(minutes=3)
 def test_a_tpu_program_needs_as_much_as_predicted():
     """XLA:TPU's peak of a GPT that fits a chip by offload alone is within 10 % of the predicted one: `pytest -m slow tests/recompute`."""
     from benchmarks.models import gpt

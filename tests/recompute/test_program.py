@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,14 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
+from programs import concrete
 
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
-from autoshard.microbatch import microbatched
-from autoshard.recompute import Options, rematerialised
+from autoshard.ir.rewrites import Microbatches, Recompute
+from autoshard.recompute import Options
+from autoshard.rewrite import applied, rewritten
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 from benchmarks import models
@@ -31,18 +34,8 @@ def options_of(traced):
 
 def filled(traced):
     """Arguments for a program."""
-    keys = jax.random.split(jax.random.key(1), len(traced.graph.arguments))
-    made = []
-    for variable, key, path in zip(traced.jaxpr.jaxpr.invars, keys, traced.graph.argument_paths, strict=True):
-        shape, dtype = variable.aval.shape, variable.aval.dtype
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            made.append(jax.random.key(3))
-        elif jnp.issubdtype(dtype, jnp.integer):
-            made.append(jax.random.randint(key, shape, 0, 8).astype(dtype) if shape else jnp.zeros((), dtype))
-        else:
-            x = (jax.random.normal(key, shape) * 0.3).astype(dtype)
-            made.append(jnp.abs(x) if "nu" in path else x)
-    return made
+    made = concrete([variable.aval for variable in traced.jaxpr.jaxpr.invars], below=8, scale=0.3)
+    return [abs(x) if "nu" in path else x for x, path in zip(made, traced.graph.argument_paths, strict=True)]
 
 
 def compared(traced, *others, tolerance=1e-6):
@@ -79,13 +72,14 @@ def test_regions_make_their_own_arrays_of_a_constant():
     """A region that reads zeros, as where a mask is differentiated, makes them: before its barrier they would be stored."""
     function, arguments = models.gpt(3, 32, 4, 64, batch=8, length=8, **SMALL)
     traced = trace(function, *arguments)
-    again = rematerialised(traced, options_of(traced).full)
+    again = applied(Recompute(options_of(traced).full), traced)
     literals = set(again.graph.literals)
     filled = {op.results[0] for op in again.graph.ops if op.primitive == "broadcast_in_dim" and literals.issuperset(op.operands)}
     regions = [op for op in again.graph.ops if op.primitive == "remat2"]
     assert regions and not any(filled.intersection(op.operands) for op in regions)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in PROGRAMS])
 def test_results_are_those_of_the_program_that_keeps_everything(name):
     """With all layers computed again, and with a choice in between, every result is equal to 1e-6."""
@@ -93,21 +87,32 @@ def test_results_are_those_of_the_program_that_keeps_everything(name):
     traced = trace(function, *arguments)
     options = options_of(traced)
     some = options.all[len(options.all) // 2]
-    compared(traced, rematerialised(traced, options.full), rematerialised(traced, some))
+    compared(traced, applied(Recompute(options.full), traced), applied(Recompute(some), traced))
+
+
+@pytest.mark.slow
+def test_some_of_equal_layers_are_computed_again():
+    """One price leads from no layer to all of them; between, the first ones are computed again, and results are the same."""
+    traced = trace(*flattened(models.gpt(6, 32, 4, 64, batch=8, length=8, **SMALL)))
+    every = options_of(traced).all
+    shares = [each.kept_bytes / each.plain_bytes for each in every]
+    assert shares == sorted(shares, reverse=True) and max(one - other for one, other in pairwise((1.0, *shares))) < 0.2
+    some = min(every, key=lambda each: abs(each.kept_bytes / each.plain_bytes - 0.75))
+    compared(traced, applied(Recompute(some), traced))
 
 
 def test_all_layers_are_computed_again_as_by_hand():
     """Full recomputation runs the products again that `jax.checkpoint` around each layer does, but for those that its policy saves too."""
     make = PROGRAMS["gpt"]
     plain, by_hand = trace(*flattened(make())), trace(*flattened(models.gpt(3, 32, 4, 64, batch=8, length=8, remat=True, **SMALL)))
-    full = rematerialised(plain, options_of(plain).full)
+    full = applied(Recompute(options_of(plain).full), plain)
     assert n_products(plain) < n_products(full) <= n_products(by_hand)
 
 
 def test_regions_are_behind_barriers():
     """Without them compilers would find what is computed again equal to what the forward pass made, and keep that."""
     plain = trace(*flattened(PROGRAMS["gpt"]()))
-    full = rematerialised(plain, options_of(plain).full)
+    full = applied(Recompute(options_of(plain).full), plain)
     text = jax.jit(jaxpr_as_fun(full.jaxpr)).lower(*full.jaxpr.in_avals).as_text()
     assert text.count("stablehlo.optimization_barrier") == n_regions(full) > 0
 
@@ -130,7 +135,7 @@ def test_what_the_end_of_a_step_reads_does_not_keep_earlier_layers():
     arguments = {"weights": [(array((32, 128)), array((128, 32)))] * 6, "mean": array((32,))}, array((64, 32))
     without, with_statistic = (trace(partial(step, flag), *arguments) for flag in (False, True))
     plain = n_products(without)
-    again = [n_products(rematerialised(traced, options_of(traced).full)) for traced in (without, with_statistic)]
+    again = [n_products(applied(Recompute(options_of(traced).full), traced)) for traced in (without, with_statistic)]
     assert again == [plain + 5] * 2
 
 
@@ -143,7 +148,7 @@ def test_scanned_layers_are_computed_again_within_one_region_of_the_loop():
     """The backward scan then has one region, with as many products as by hand, and the forward scan stacks little beside its carry."""
     make = partial(models.gpt, 3, 32, 4, 64, batch=8, length=8, scan=True, **SMALL)
     plain, by_hand = trace(*flattened(make())), trace(*flattened(make(remat=True)))
-    full = rematerialised(plain, options_of(plain).full)
+    full = applied(Recompute(options_of(plain).full), plain)
     backward = [op for op in full.graph.ops if op.primitive == "scan"][-1]
     assert [op.primitive for op in backward.bodies[0].ops].count("remat2") == 1
     assert n_products(plain) < n_products(full) <= n_products(by_hand)
@@ -171,7 +176,7 @@ def test_dropout_draws_the_same_bits_again():
 
     weights = [jax.ShapeDtypeStruct((16, 16), "float32")] * 4
     traced = trace(step, weights, jax.ShapeDtypeStruct((64, 16), "float32"), jax.eval_shape(lambda: jax.random.key(0)))
-    full = rematerialised(traced, options_of(traced).full)
+    full = applied(Recompute(options_of(traced).full), traced)
     assert n_regions(full)
     compared(traced, full)
 
@@ -180,7 +185,7 @@ def test_the_users_own_checkpoints_are_left_as_they_are():
     """Layers under `jax.checkpoint` keep their regions, and no product is run once more than they say."""
     traced = trace(*flattened(models.gpt(3, 32, 4, 64, batch=8, length=8, remat=True, **SMALL)))
     options = options_of(traced)
-    assert options.full is None or n_products(rematerialised(traced, options.full)) == n_products(traced)
+    assert options.full is None or n_products(applied(Recompute(options.full), traced)) == n_products(traced)
 
 
 def test_what_calls_python_is_not_called_again():
@@ -199,7 +204,7 @@ def test_what_calls_python_is_not_called_again():
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
 
     traced = trace(step, [jax.ShapeDtypeStruct((16, 16), "float32")] * 4, jax.ShapeDtypeStruct((64, 16), "float32"))
-    full = rematerialised(traced, options_of(traced).full)
+    full = rewritten(traced, Recompute.of(options_of(traced).full))
     for program in (traced, full):
         assert sum(op.primitive == "pure_callback" for op in program.graph.walk()) == 4
 
@@ -225,7 +230,7 @@ def test_shard_maps_are_not_run_again():
 
     shapes = [jax.ShapeDtypeStruct((16, 16), "float32")] * 3, jax.ShapeDtypeStruct((3, 16, 16), "float32")
     traced = trace(step, *shapes, jax.ShapeDtypeStruct((64, 16), "float32"))
-    full = rematerialised(traced, options_of(traced).full)
+    full = applied(Recompute(options_of(traced).full), traced)
     assert n_regions(full)
 
     def n_sums(program):
@@ -235,14 +240,35 @@ def test_shard_maps_are_not_run_again():
     compared(traced, full, tolerance=2e-5)
 
 
+@pytest.mark.slow
 def test_microbatches_of_a_program_that_computes_again():
     """Both rewrites together give the results of the plain program."""
     traced = trace(*flattened(PROGRAMS["gpt"]()))
-    both = microbatched(rematerialised(traced, options_of(traced).full), 2)
+    both = applied(Microbatches(2), applied(Recompute(options_of(traced).full), traced))
     assert both.microbatches == 2 and both.remat is not None and n_regions(both)
     compared(traced, both, tolerance=2e-6)
 
 
+def test_what_layers_share_has_its_gradients_summed_outside_of_regions():
+    """A bias that is looked up at constant places does not keep a step that computes its layers again from running in microbatches."""
+    places = np.clip(np.arange(8)[None, :] - np.arange(8)[:, None], -2, 2)
+
+    def loss(params, x):
+        bias = params["bias"][jnp.clip(places + 2, 0, 4)]
+        for w in params["layers"]:
+            x = x + jnp.einsum("bqs,bsd->bqd", jax.nn.softmax(jnp.einsum("bqd,bsd->bqs", jnp.tanh(x @ w), x) + bias), x)
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, x))
+
+    traced = trace(step, {"layers": [jnp.ones((16, 16))] * 3, "bias": jnp.ones(5)}, jnp.ones((4, 8, 16)))
+    again = [applied(Recompute(choice), traced) for choice in options_of(traced).all]
+    assert max(map(n_regions, again)) >= 2
+    compared(traced, *(applied(Microbatches(2), each) for each in again[-1:]))
+
+
+@pytest.mark.slow
 def test_two_gradients_in_a_row():
     """A step that takes two gradients one after the other keeps its results, whichever of their passes computes again."""
 
@@ -258,7 +284,7 @@ def test_two_gradients_in_a_row():
     leaf = jax.ShapeDtypeStruct((64, 16), "float32")
     traced = trace(step, [jax.ShapeDtypeStruct((16, 16), "float32")] * 4, leaf, leaf)
     options = options_of(traced)
-    compared(traced, *(rematerialised(traced, one) for one in (options.full, *options.all) if one is not None))
+    compared(traced, *(applied(Recompute(one), traced) for one in (options.full, *options.all) if one is not None))
 
 
 def test_moments_that_a_gradient_updates_come_after_it():
@@ -277,14 +303,15 @@ def test_moments_that_a_gradient_updates_come_after_it():
         return optax.apply_updates(weights, updates), memory
 
     traced = trace(step, weights, jax.eval_shape(optimizer.init, weights), jax.ShapeDtypeStruct((64, 16), "float32"))
-    compared(traced, rematerialised(traced, options_of(traced).full))
+    compared(traced, applied(Recompute(options_of(traced).full), traced))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt", "llama scanned"])
 def test_regions_read_no_broadcasts(name):
     """What is computed again reads masks and zeros at the size that they are broadcast from: its barrier would have them stored."""
     traced = trace(*flattened(PROGRAMS[name]()))
-    full = rematerialised(traced, options_of(traced).full)
+    full = applied(Recompute(options_of(traced).full), traced)
     values = full.graph.values
     made = {value: op for op in full.graph.walk() for value in op.results}
     read = {value for op in full.graph.walk() if op.primitive == "remat2" for value in op.operands}

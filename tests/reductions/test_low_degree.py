@@ -15,7 +15,7 @@ from autoshard.inference.model import PairwiseModel
 from autoshard.reductions import low_degree
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(small_models(), st.booleans(), st.sampled_from([1, 16, 1 << 16]))
 def test_the_minimum_stays_and_labels_come_back(model, turned, joined):
     """The reduced model has the energy of the whole at any labels, once those of the eliminated variables are the best beside them."""

@@ -51,6 +51,7 @@ def test_programs_that_hardly_repeat_have_no_quotient(program):
     assert symmetry.apply(problem_of(fn, *args)) is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(5))
 def test_quotient_labels_cost_the_same_in_the_whole(seed):
     """The quotient tables are the whole's, summed: any labels cost the same in both, and the judge agrees."""
@@ -71,6 +72,7 @@ def chain():
     return problem_of(lambda weights, x: reduce(lambda x, w: jnp.tanh(x @ w), weights, x), [weight] * 40, weight)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", [whole_problem, chain])
 @pytest.mark.parametrize("free", [(0, 1), (0,), (1,)], ids=str)
 def test_quotient_tables_are_the_sums_of_the_wholes(free, make):
@@ -105,6 +107,7 @@ def test_lifted_messages_bound_the_whole():
     assert plain.bound() < moved.bound()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
 def test_nothing_better_is_lost(mesh):
     """The answer by way of the quotient problem is within the tolerance of the whole's optimum, and its bound below that."""

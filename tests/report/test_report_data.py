@@ -18,6 +18,7 @@ from autoshard.ir.layout import Placement
 from autoshard.report import HtmlReport
 from autoshard.report.data import to_data
 from autoshard.report.devices import devices_of, devices_of_stages
+from autoshard.report.memory import GROUPS
 from autoshard.report.program import Node
 from autoshard.report.timeline import Event, Loop
 
@@ -120,6 +121,29 @@ def test_memory_is_within_what_the_compiler_lets_an_order_take():
         assert most == pytest.approx(strategy.cost.peak_bytes, rel=1e-9)
 
 
+def test_sums_over_microbatches_are_gradients():
+    """What the loop adds up, and not the slices of the batch that it reads."""
+    function, args = mlp(width=128, batch=64)
+    found = autoshard.search(function, *args, cluster="h100:8", mesh={"data": 8}, searcher="data_parallel", microbatches=4, remat=None)
+    curve = found.report().content.memory
+    assert curve is not None
+    most = {group: max(moment.bytes[k] for moment in curve.moments) for k, group in enumerate(GROUPS)}
+    assert 2 * most["gradients"] > most["parameters"] > 2 * most["temporaries"]
+
+
+@pytest.mark.parametrize("program", [mlp, gpt_scan])
+def test_what_waits_for_the_backward_pass_is_activations(program):
+    """Whatever the backward pass reads of it: over the step little else is temporary. New state that is not donated is state."""
+    function, args = program(batch=4096) if program is mlp else program(batch=512)
+    found = autoshard.search(function, *args, cluster="h100:8", mesh={"data": 8}, searcher="data_parallel", microbatches=None, remat=None)
+    curve = found.report().content.memory
+    assert curve is not None
+    most = {group: max(moment.bytes[k] for moment in curve.moments) for k, group in enumerate(GROUPS)}
+    assert most["activations"] > 3 * most["temporaries"]
+    kinds = {each.kind: each.bytes for each in found.explain().data.memory}
+    assert kinds["activations"] > kinds.get("temporaries", 0.0)
+
+
 def test_an_optimizers_moments_are_its_state():
     """Parameters, moments and the batch are told apart by what mirrors what and what is replaced, not by their names."""
     curve = report_of("gpt").content.memory
@@ -182,6 +206,10 @@ def test_the_report_of_a_file_is_that_of_the_search(tmp_path):
     assert to_data(loaded.report().content) == json.loads(json.dumps(to_data(found.report().content)))
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == (tmp_path / "s.json").read_text()
+    one, other = (each.report().trace["traceEvents"] for each in (loaded, found))
+    assert [each["name"] for each in one] == [each["name"] for each in other]
+    assert all(each["ts"] == pytest.approx(there["ts"], abs=2e-3) for each, there in zip(one, other, strict=True) if "ts" in each)
+    assert autoshard.compare(loaded, loaded).data.layers == autoshard.compare(found, found).data.layers != ()
 
 
 def test_a_record_without_its_program_says_what_is_missing(tmp_path):

@@ -11,8 +11,8 @@ from programs import gpt, gpt_scan, mlp
 
 import autoshard
 from autoshard.cluster import Cluster
-from autoshard.pipeline.schedule import SCHEDULES, schedule_of
-from autoshard.pipeline.simulation import PieceSeconds, simulate
+from autoshard.pipeline.scheduling import NAMES, schedule_of
+from autoshard.pipeline.simulation import PieceCosts, simulate
 from autoshard.report.timeline import Event, Loop
 from autoshard.report.trace import pipeline_trace, step_trace
 
@@ -75,7 +75,7 @@ def violations(trace):
 
 def pipeline():
     """A pipeline whose transfers take longer than its tasks."""
-    pieces = [PieceSeconds(1e-3, 1e-3, 0.0)] * 2
+    pieces = [PieceCosts(1e-3, 1e-3, 0.0)] * 2
     return pipeline_trace(simulate(schedule_of("gpipe", 2, 4, 1), pieces, [3e-3], [3e-3]), "pipeline")
 
 
@@ -90,7 +90,7 @@ def staged(schedule):
 @pytest.mark.parametrize("name", [*PROGRAMS, "pipeline", "1f1b", "zero_bubble", "interleaved"])
 def test_a_trace_keeps_the_rules_of_the_format(name):
     """Of steps, of loops, of pipelines, with and without what is inside their stages; as it is read back from JSON."""
-    own = staged(name).report() if name in SCHEDULES else None
+    own = staged(name).report() if name in NAMES else None
     trace = pipeline() if name == "pipeline" else report_of(name).trace if own is None else own.trace
     assert violations(json.loads(json.dumps(trace, allow_nan=False))) == []
 

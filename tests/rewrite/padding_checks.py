@@ -12,8 +12,8 @@ import numpy as np
 from programs import concrete
 
 from autoshard.ir import Graph
+from autoshard.ir.rewrites import Padded, PaddedDim
 from autoshard.rewrite.extents import Extents, extent, padded_shape, resized
-from autoshard.rewrite.padding import Padded, PaddedDim
 from autoshard.rewrite.padding_choice import arguments_of
 from autoshard.rewrite.padding_plan import Links, Plan, plan_padding
 from autoshard.rewrite.padding_program import padded_program
@@ -42,7 +42,7 @@ def padded(traced: Traced, given: Mapping[tuple[int, int], Any]) -> tuple[Traced
     results = [((),) * graph.values[value].rank for value in graph.results]
     for result, argument in graph.aliases:
         results[result] = plan.of(graph.arguments[argument])
-    return rebuilt(traced, padded_program(traced.jaxpr, plan, results), 1), plan
+    return rebuilt(traced, padded_program(traced.jaxpr, plan, results)), plan
 
 
 def check_padding(

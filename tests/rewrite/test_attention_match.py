@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from autoshard.rewrite.attention_match import Attention, Refused, attentions
-from autoshard.rewrite.scopes import Wiring, program
+from autoshard.rewrite.scopes import program
+from autoshard.rewrite.wiring import Wiring
 from autoshard.trace import trace
 from tests.rewrite.attention_programs import FUSED, PLAIN, arrays, causal, gradients
 
@@ -20,6 +21,7 @@ def found(function: Callable, *args: Any) -> list[Attention | Refused]:
     return [*attentions(root, Wiring.of(root))]
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("remat", [False, True])
 def test_attention_is_recognised_however_it_is_written(name: str, remat: bool) -> None:

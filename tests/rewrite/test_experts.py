@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
+from programs import abstract, concrete
 
 import autoshard
 from autoshard.errors import ShardingError, TraceError
+from autoshard.ir.rewrites import Microbatches, PackedExperts, Recompute, from_json, to_json
 from autoshard.lower import ops_by_path
-from autoshard.microbatch import microbatched
+from autoshard.reader import Node
 from autoshard.recompute.flat import flat
-from autoshard.rewrite import divided, from_json, rewritten, to_json
-from autoshard.rewrite.experts import PackedExperts
+from autoshard.rewrite import applied, rewritten
 from autoshard.rewrite.packed import is_packable
 from autoshard.rewrite.region import Step, regions_of
 from autoshard.rewrite.slots import Slots
@@ -26,6 +27,7 @@ from autoshard.trace import trace
 EXPERTS, ROWS, WIDTH, HIDDEN = 4, 12, 8, 16
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sizes", ([4, 4, 4], [0, 13, 0], [5, 0, 1], [0, 0, 0]))
 @pytest.mark.parametrize("capacity", (1, 3, 16))
 def test_every_row_has_one_slot_of_its_expert_in_one_round(sizes, capacity):
@@ -94,10 +96,8 @@ def computed_again(p, x, expert):
 
 
 def arguments():
-    keys = jax.random.split(jax.random.key(0), 5)
     shapes = {"up": (EXPERTS, WIDTH, HIDDEN), "down": (EXPERTS, HIDDEN, WIDTH), "common": (WIDTH, WIDTH), "bias": (EXPERTS, WIDTH)}
-    p = {name: jax.random.normal(key, shape) for (name, shape), key in zip(shapes.items(), keys, strict=False)}
-    return p, jax.random.normal(keys[4], (ROWS, WIDTH))
+    return concrete(({name: abstract(shape) for name, shape in shapes.items()}, abstract((ROWS, WIDTH))), scale=1.0)
 
 
 LOADS = {
@@ -107,6 +107,7 @@ LOADS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layer", (scattered, looked_up, between, behind, in_a_scan, computed_again), ids=lambda layer: layer.__name__)
 def test_results_and_gradients_are_equal_whatever_the_loads(layer):
     """The rewritten program computes what the original does, in one round or in many."""
@@ -116,7 +117,7 @@ def test_results_and_gradients_are_equal_whatever_the_loads(layer):
 
     p, x = arguments()
     traced = trace(step, p, x, jnp.asarray(LOADS["equal"]))
-    packed = PackedExperts(1.0).apply(traced)
+    packed = applied(PackedExperts(1.0), traced)
     assert not any(op.primitive == "ragged_dot_general" for op in packed.graph.walk())
     stacks = [packed.graph.values[value].shape for op in packed.graph.ops if op.primitive == "scan" for value in op.results]
     assert not any(ROWS in shape and HIDDEN in shape for shape in stacks), "what is kept between the passes is packed"
@@ -151,6 +152,7 @@ def layer_of(experts, rows, width, hidden):
     return partial(step, dropless), partial(step, capacity), ({"up": up, "down": down}, x, jax.ShapeDtypeStruct((rows,), "int32"))
 
 
+@pytest.mark.slow
 def test_experts_are_split_as_those_with_a_capacity_are():
     """A dropless layer is planned expert parallel, at most 1.15 times as long as one with a capacity, and in as much memory."""
     dropless, capacity, args = layer_of(16, 8192, 1024, 4096)
@@ -159,8 +161,8 @@ def test_experts_are_split_as_those_with_a_capacity_are():
     assert found.cost.makespan_seconds < 1.15 * like.cost.makespan_seconds
     assert found.cost.peak_bytes < 1.15 * like.cost.peak_bytes
     assert {each.kind for each in found.cost.collectives} == {each.kind for each in like.cost.collectives}
-    (rewrite,) = from_json(found.record.program.rewrites)
-    assert rewrite == PackedExperts(1.0, ((16, 512),)) and to_json([rewrite]) == found.record.program.rewrites
+    (rewrite,) = found.record.program.rewrites
+    assert rewrite == PackedExperts(1.0, ((16, 512),)) and from_json(Node(to_json([rewrite]))) == (rewrite,)
     assert rewrite.describe() == "experts: rows of 16 experts packed to 512 each (balance 1); a fuller expert takes another round"
     assert rewrite.describe() in found.notes
     assert not autoshard.search(dropless, *args, cluster="v5e:4x4", donate_argnums=0, balance=None).record.program.rewrites
@@ -186,6 +188,7 @@ def test_what_does_not_run_on_other_rows_is_not_packed():
     assert not is_packable(eqn, Step("row", (0, 0, None), (0,)), sizes, ROWS)
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_the_program_as_it_is_written():
     """A packed layer, whose loops have no derivatives, is differentiated from outside."""
     p, x = arguments()
@@ -201,15 +204,16 @@ def test_microbatches_are_packed_by_themselves():
     """A step in microbatches has the rows of each packed, and recomputation that was chosen for the whole batch is refused with them."""
     dropless, _, args = layer_of(4, 64, 24, 32)
     packed = rewritten(trace(dropless, *args), (PackedExperts(1.0, ((4, 16),)),))
-    halves = divided(packed, partial(microbatched, n=2))
-    assert (halves.microbatches, halves.rewrites) == (2, packed.rewrites)
+    halves = rewritten(packed, (*packed.rewrites, Microbatches(2)))
+    assert halves.rewrites == (*packed.rewrites, Microbatches(2))
     shapes = {halves.graph.values[value].shape for op in halves.graph.walk() if op.primitive == "dot_general" for value in op.results}
     assert (4, 8, 32) in shapes and (4, 16, 32) not in shapes, "each expert has 16 of 64 rows, and 8 of 32"
-    assert divided(packed, partial(microbatched, n=1)) is packed
+    again = Recompute(object())
     with pytest.raises(TraceError, match="made for each microbatch: experts: rows of 4 experts packed to 16 each"):
-        divided(replace(packed, remat=object()), partial(microbatched, n=2))
+        rewritten(replace(packed, rewrites=(*packed.rewrites, again)), (*packed.rewrites, again, Microbatches(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ("manual", "constraints"))
 def test_skewed_loads_are_equal_on_eight_devices(lowering):
     """Experts split over eight devices give the results of one, in further rounds, too."""

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas.ops.tpu.megablox import gmm
 from jax.extend.core import jaxpr_as_fun
+from programs import abstract, concrete
 
-from autoshard.microbatch import microbatched
-from autoshard.rewrite import divided, rewritten
-from autoshard.rewrite.experts import PackedExperts
+from autoshard.ir.rewrites import Microbatches, PackedExperts
+from autoshard.rewrite import applied, rewritten
 from autoshard.rewrite.grouped_kernels import with_grouped_products
 from autoshard.trace import trace
 
@@ -38,9 +38,8 @@ def step_of(function):
     def step(p, x, expert):
         return jax.value_and_grad(lambda p, x: jnp.sum(jnp.sin(function(p, x, expert))), argnums=(0, 1))(p, x)
 
-    keys = jax.random.split(jax.random.key(0), 3)
     shapes = (EXPERTS, WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH), (ROWS, WIDTH)
-    up, down, x = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    up, down, x = concrete([abstract(shape) for shape in shapes], scale=1.0)
     return step, ({"up": up, "down": down}, x, jnp.arange(ROWS) % EXPERTS)
 
 
@@ -48,14 +47,16 @@ def primitives(traced):
     return {op.primitive for op in traced.graph.walk()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", (layer, scanned, computed_again), ids=lambda function: function.__name__)
 def test_products_of_kernels_are_packed(function):
     step, args = step_of(function)
     traced = trace(step, *args)
     assert "pallas_call" in primitives(traced)
-    assert not {"pallas_call", "ragged_dot_general"} & primitives(PackedExperts(1.0).apply(traced))
+    assert not {"pallas_call", "ragged_dot_general"} & primitives(applied(PackedExperts(1.0), traced))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("flipped", (False, True))
 def test_products_and_gradients_are_those_of_the_kernels(flipped):
     """Also of weights whose rows are outputs, and of another type than rows."""
@@ -74,6 +75,7 @@ def test_products_and_gradients_are_those_of_the_kernels(flipped):
         np.testing.assert_allclose(one, other, atol=(0.02 if flipped else 1e-5) * np.abs(one).max())
 
 
+@pytest.mark.slow
 def test_kernels_are_of_the_rows_of_each_microbatch():
     """Of a program that is packed, each microbatch has products of its own rows; as they are written, they are of all rows."""
 
@@ -82,8 +84,8 @@ def test_kernels_are_of_the_rows_of_each_microbatch():
 
     _, args = step_of(layer)
     traced = trace(loss, *args)
-    assert "pallas_call" in primitives(microbatched(traced, 2))
-    halves = divided(rewritten(traced, (PackedExperts(1.0),)), partial(microbatched, n=2))
+    assert "pallas_call" in primitives(applied(Microbatches(2), traced))
+    halves = rewritten(traced, (PackedExperts(1.0), Microbatches(2)))
     assert "pallas_call" not in primitives(halves)
     assert "experts: rows of 4 experts packed to 8 each (balance 1); a fuller expert takes another round" in halves.graph.assumptions
 

@@ -23,6 +23,7 @@ def i32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("number", range(8))
 def test_any_program_keeps_its_numbers(number):
     """Random programs, of which random dimensions are padded, at their end or within; padding of arguments is NaN."""
@@ -36,6 +37,12 @@ def test_a_thousand_programs_keep_their_numbers(number):
     """The same at length."""
     program = random_program(random.Random(f"paddings {number}"))
     check_padding(program.function(), *program.args(), by=random.Random(number), axis_names=MESH.names)
+
+
+def test_padding_of_a_tiled_dimension_may_be_of_whole_copies():
+    """Three rows twice are padded as three rows five times."""
+    _, plan = check_padding(lambda x, y: lax.tile(x, (2, 1)) * y, f32(3, 4), f32(6, 4), by={"y": {0: 15}})
+    assert len(plan.moves) == 2
 
 
 MIXING = {
@@ -84,6 +91,7 @@ MIXING = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", range(4))
 def test_operations_that_mix_a_padded_dimension(part):
     """Forward and, of floats, backward, with padding in both dimensions."""
@@ -121,6 +129,7 @@ def test_only_what_is_not_known_is_masked():
     assert sum(op.primitive == "select_n" for op in new.graph.walk()) == 2  # of the sum of x, and of the second factor
 
 
+@pytest.mark.slow
 def test_random_bits_are_those_without_padding():
     """Of padded dimensions, the first and others, by typed and by raw keys."""
 

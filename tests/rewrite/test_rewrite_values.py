@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autoshard.rewrite.scopes import Wiring, program
+from autoshard.rewrite.scopes import program
 from autoshard.rewrite.values import Values
+from autoshard.rewrite.wiring import Wiring
 from autoshard.trace import trace
 
 

@@ -1,6 +1,5 @@
 """Rewrites as a whole: the search keeps the fastest variant, its record brings it back."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,37 +10,32 @@ import pytest
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 import autoshard
-from autoshard import rewrite
+from autoshard.ir.rewrites import KINDS, Rewrite
 from autoshard.plan import variants
+from autoshard.rewrite.base import APPLIED
 from autoshard.trace import Traced
 from autoshard.trace.traced import rebuilt
 
 
-@dataclass(frozen=True)
-class Unsorted:
+@dataclass(frozen=True, slots=True)
+class Unsorted(Rewrite):
     """A program that sums sorted numbers, without the sort."""
 
     share: float = 1.0
     kind: ClassVar[str] = "unsorted"
 
-    def apply(self, traced: Traced) -> Traced:
-        jaxpr = traced.jaxpr.jaxpr
-        (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sort")
-        same = {eqn.outvars[0]: eqn.invars[0]}
-        kept = [each for each in jaxpr.eqns if each is not eqn]
-        eqns = [each.replace(invars=[same.get(x, x) if isinstance(x, Var) else x for x in each.invars]) for each in kept]
-        new = Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.effects, jaxpr.debug_info)
-        return rebuilt(traced, ClosedJaxpr(new, traced.jaxpr.consts), traced.microbatches)
-
-    def json(self) -> dict[str, Any]:
-        return {"share": self.share}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> "Unsorted":
-        return cls(float(fields["share"]))
-
     def describe(self) -> str:
         return "sums without a sort"
+
+
+def without_sort(rewrite: Unsorted, traced: Traced) -> Traced:
+    jaxpr = traced.jaxpr.jaxpr
+    (eqn,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sort")
+    same = {eqn.outvars[0]: eqn.invars[0]}
+    kept = [each for each in jaxpr.eqns if each is not eqn]
+    eqns = [each.replace(invars=[same.get(x, x) if isinstance(x, Var) else x for x in each.invars]) for each in kept]
+    new = Jaxpr(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, eqns, jaxpr.effects, jaxpr.debug_info)
+    return rebuilt(traced, ClosedJaxpr(new, traced.jaxpr.consts), rewrite)
 
 
 @pytest.fixture
@@ -50,7 +44,8 @@ def unsorted(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Unsorted(0.5)] if any(op.primitive == "sort" for op in traced.graph.ops) else []
 
     monkeypatch.setattr(variants, "PROPOSALS", (proposals,))
-    monkeypatch.setitem(rewrite.KINDS, "unsorted", Unsorted)
+    monkeypatch.setitem(KINDS, Unsorted.kind, Unsorted)
+    monkeypatch.setitem(APPLIED, Unsorted, without_sort)
 
 
 
@@ -64,7 +59,7 @@ ARGS = jnp.eye(16), jnp.arange(131072.0).reshape(8192, 16) / 131072
 @pytest.mark.usefixtures("unsorted")
 def test_the_faster_variant_is_kept_recorded_and_run(tmp_path):
     as_written = autoshard.search(plain, *ARGS, cluster="cpu:8", searcher="data_parallel")
-    assert as_written.record.program.rewrites == ({"kind": "unsorted", "share": 0.5},)
+    assert as_written.record.program.rewrites == (Unsorted(0.5),)
     as_written.save(tmp_path / "found.json")
     loaded = autoshard.load(tmp_path / "found.json")
     assert loaded.record.program == as_written.record.program
@@ -76,10 +71,10 @@ def test_the_faster_variant_is_kept_recorded_and_run(tmp_path):
 
 @pytest.mark.usefixtures("unsorted")
 def test_an_unknown_rewrite_is_refused_by_name(monkeypatch, tmp_path):
-    found = autoshard.search(plain, *ARGS, cluster="cpu:8", searcher="data_parallel")
-    monkeypatch.delitem(rewrite.KINDS, "unsorted")
-    with pytest.raises(autoshard.StrategyError, match="got 'unsorted'"):
-        autoshard.Strategy(found.record).apply(plain)(*ARGS)
+    autoshard.search(plain, *ARGS, cluster="cpu:8", searcher="data_parallel").save(tmp_path / "found.json")
+    monkeypatch.delitem(KINDS, Unsorted.kind)
+    with pytest.raises(autoshard.StrategyError, match=r'program.rewrites\[0\].kind: expected one of fused_attention, .*got "unsorted"'):
+        autoshard.load(tmp_path / "found.json")
 
 
 @pytest.mark.parametrize(("option", "value", "words"), [

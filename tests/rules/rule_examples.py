@@ -301,9 +301,15 @@ EXAMPLES: dict[str, Callable[[], Operation]] = {
     "random_bits": lambda: operation(lambda k: jax.random.bits(k, (4, 6)), key()),
     "random_bits_many_keys": lambda: operation(jax.vmap(lambda k: jax.random.bits(k, (6,))), jax.random.split(key(), 4)),
     "random_bits_rbg": lambda: operation(lambda k: jax.random.bits(k, (4, 6)), jax.random.key(7, impl="rbg")),
+    "random_bits_rbg_many_keys": lambda: operation(
+        jax.vmap(lambda k: jax.random.bits(k, (6,))), jax.random.split(jax.random.key(7, impl="rbg"), 4)
+    ),
     "random_gamma": lambda: operation(jax.vmap(jax.random.gamma), jax.random.split(key(), 4), positive(4, 6)),
     "random_split": lambda: operation(lambda k: jax.random.split(k, 4), key()),
     "random_fold_in": lambda: operation(jax.vmap(jax.random.fold_in), jax.random.split(key(), 4), np.arange(4, dtype=np.uint32)),
+    "random_fold_in_unsafe_rbg": lambda: operation(
+        jax.vmap(jax.random.fold_in), jax.random.split(jax.random.key(7, impl="unsafe_rbg"), 4), np.arange(4, dtype=np.uint32)
+    ),
     "random_wrap": lambda: operation(jax.random.wrap_key_data, integers(9, 4, 2).astype(np.uint32)),
     "random_unwrap": lambda: operation(jax.random.key_data, jax.random.split(key(), 4)),
     "rng_bit_generator": lambda: operation(lambda k: lax.rng_bit_generator(k, (4, 6)), integers(9, 4).astype(np.uint32)),

@@ -151,6 +151,7 @@ MASKED = "on the CPU it is a masked product; on other platforms one operation, w
 MORE = {"ragged_dot": MASKED, "ragged_dot_batched": MASKED}
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_composed_rule_never_offers_more_than_ours(name):
     """As if our rule did not exist: whatever may be sharded by the composed one may be by ours, in the same kind."""
@@ -178,13 +179,14 @@ def adds_no_collective(name: str) -> None:
 SAMPLE = sorted(random.Random(0).sample(sorted(EXAMPLES), 24))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", SAMPLE)
 def test_the_partitioner_follows_composed_rules(name):
     """What a composed rule promises holds in compiled code."""
     adds_no_collective(name)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=5)
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in SAMPLE])
 def test_the_partitioner_follows_all_composed_rules(name):
     """What a composed rule promises holds in compiled code, for every example that we have."""

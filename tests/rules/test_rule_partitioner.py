@@ -63,6 +63,7 @@ def quiet(op: Operation, sizes: tuple[int, ...]) -> list[Choice]:
     return [choice for choice in choices(op.rule, sizes) if not exchanges(op.rule, choice, sizes)]
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_partitioner_adds_no_collective(name):
     """The rule's exchange, one all_reduce for a sharded reduction, and nothing for anything else: in kind, axes and bytes."""
@@ -71,6 +72,7 @@ def test_the_partitioner_adds_no_collective(name):
         assert differences(op, choice, (2,)) == [], f"{op.rule} under {choice}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "name",
     ["matmul", "embedding", "take_along_axis", "scatter_add", "scatter_add_paired", "conv", "cumsum_reverse", "argmax_ties", "rev_two",
@@ -92,6 +94,7 @@ ABORTS = {"conv_cropped"}  # the process, with a failed check, if the partitione
 PER_SHARD = [name for name in EXAMPLES if runs_per_shard(example(name).primitive.name, example(name).params)]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", [name for name in PER_SHARD if name not in ABORTS])
 def test_what_runs_per_shard_has_to(name):
     """Left to the partitioner these are gathered, or ask all shards at every trip; those of a kind that it splits at times are named."""

@@ -26,7 +26,7 @@ def test_shardy_agrees_on_a_sample_of_jax_s_own_cases():
     assert [str(verdict) for verdict in found if not verdict.agrees and not verdict.reasons] == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=10)
 def test_shardy_agrees_on_all_of_jax_s_own_cases():
     """All cases: no difference without a reason, no reason without a difference, and nowhere is less sharded without one."""
     found = list(verdicts(CASES))

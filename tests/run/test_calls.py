@@ -103,6 +103,7 @@ def counts(monkeypatch):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("donate", [(), (0,)])
 @pytest.mark.parametrize("how", ["apply", "decorate"])
 def test_only_the_first_call_is_looked_through(how, donate, counts):
@@ -128,6 +129,7 @@ def batches(x):
     }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("where", batches(np.ones((16, 8), np.float32)))
 def test_arguments_that_lie_elsewhere_are_moved(where, counts):
     """After calls with arrays in place one that is elsewhere is moved, and nothing is compiled for it; from then on no call is in vain."""
@@ -198,6 +200,7 @@ KINDS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", ["apply", "decorate", "load"])
 def test_later_calls_stay_in_the_compiled_cache(kind, how, tmp_path):
@@ -401,6 +404,7 @@ def rounded(x):
 rounded.defvjp(lambda x: (rounded(x), None), lambda _, cotangent: (cotangent,))
 
 
+@pytest.mark.slow
 def test_transformations_of_a_step_see_through_it():
     """After calls on arrays a step can be differentiated, by its own derivatives too, and jitted, and called on arrays again."""
 

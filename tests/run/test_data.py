@@ -110,6 +110,7 @@ WHOLE = [LABELS[:16].tolist(), LABELS[16:32].tolist()]
 WRAPPED = [*WHOLE, [*range(32, 40), *range(8)]]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_source_gives_the_same_batches(strategy, source, prefetch):
@@ -151,6 +152,7 @@ def test_numbers_and_what_has_no_rows_stay_whole():
 # -- states ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_same_batches_follow_after_a_restart(strategy, source, taken):
@@ -298,6 +300,7 @@ def test_a_batch_that_fits_two_arguments_has_to_be_named():
 # -- Grain's autotuning -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_grain_tunes_workers_and_buffers(strategy, monkeypatch):
     """Its picks are used, within this process's share of cores and memory, and the batches are the same."""
     picked, used = [], []

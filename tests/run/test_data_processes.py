@@ -36,6 +36,7 @@ SHARDS = {  # per split and number of processes, the shards' number and that of 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_processes_read_their_parts_of_the_same_batches(tmp_path, n):
     """For every split, way to read, and after a restart; losses are those of one process; who reads otherwise is refused in all."""

@@ -34,6 +34,7 @@ JITTED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", JITTED)
 def test_what_a_function_donates_is_donated(how):
     """In a search, in an evaluation, and where the step runs."""
@@ -45,6 +46,7 @@ def test_what_a_function_donates_is_donated(how):
     assert state["w"].is_deleted() and not x.is_deleted()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fn",
     [
@@ -92,6 +94,7 @@ def scaled(w, n, x, mode="double", *, negate=False):
 X, W = np.ones((32, 16), np.float32), np.ones((16, 16), np.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"static_argnums": (1, 3), "static_argnames": "negate"}, {"static_argnames": ("mode", "n", "negate")}])
 def test_static_arguments_are_those_of_jit(options):
     """Whatever way they are passed, and whether or not they have a position; other values are searched for, with a warning."""

@@ -43,6 +43,7 @@ def alike(got, wanted):
         same(k, a, b, 2e-3)
 
 
+@pytest.mark.slow
 def test_a_size_that_does_not_divide_is_as_fast_as_one_that_does(strategy):
     """Without an option; with padding=False a note says what stays whole, and why."""
     even, odd = arguments(50304, 1600, 128), arguments(50257, 1600, 128)
@@ -57,6 +58,7 @@ def test_a_size_that_does_not_divide_is_as_fast_as_one_that_does(strategy):
     assert "is padded to 5,000 over 8" in str(strategy.explain())
 
 
+@pytest.mark.slow
 def test_a_step_returns_things_in_the_form_it_was_given(strategy, wanted):
     """State with padding where it was placed so; its own sizes otherwise."""
     run = strategy.apply(step)
@@ -100,6 +102,7 @@ def test_state_is_made_with_its_padding(strategy):
     assert strategy.shardings(made) == strategy.shardings(arguments()[0])
 
 
+@pytest.mark.slow
 def test_checkpoints_are_restored_with_other_padding(strategy, tmp_path):
     """Under a strategy without, and back; arrays in their own sizes are saved as the strategy stores them."""
     state = concrete(arguments(), below=VOCABULARY)[0]
@@ -116,6 +119,7 @@ def test_checkpoints_are_restored_with_other_padding(strategy, tmp_path):
     alike(strategy.unpad(restored), state)
 
 
+@pytest.mark.slow
 def test_a_decorated_step_takes_both_forms(wanted):
     """Without a second search, or its warning."""
     run = autoshard.parallelize(step, cluster="cpu:8", progress=False)
@@ -157,6 +161,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", *(pytest.param(name, marks=pytest.mark.slow) for name in list(STEPS)[1:])])
 def test_train_steps_of_odd_sizes(name):
     """All dimensions that eight devices do not divide are padded, and the step is sharded: equal to the unsharded one."""
@@ -168,6 +173,7 @@ def test_train_steps_of_odd_sizes(name):
     alike((strategy.unpad(state), value), wanted)
 
 
+@pytest.mark.slow
 def test_microbatches_and_recomputation_of_padded_programs():
     """The batch that is computed in parts is the padded one."""
     fn, args = model("gpt", layers=1, width=16, heads=8, vocabulary=53, batch=8, length=7)
@@ -178,6 +184,7 @@ def test_microbatches_and_recomputation_of_padded_programs():
     alike((strategy.unpad(state), value), jax.jit(fn)(*concrete(args, below=53)))
 
 
+@pytest.mark.slow
 def test_heads_are_padded_where_neither_they_nor_examples_use_all_devices():
     """Twelve heads of one example on eight devices."""
 
@@ -230,6 +237,7 @@ def test_kernels_that_take_no_padding_are_named():
     alike(strategy.apply(fn)(*concrete(args, below=5)), jax.jit(fn)(*concrete(args, below=5)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("searcher", ["auto", "fully_sharded", "tensor_parallel", "recursive_programming"])
 @pytest.mark.parametrize("mesh", [None, {"x": 4, "y": 2}])
 def test_shards_are_of_whole_blocks_where_nothing_is_padded(searcher, mesh):

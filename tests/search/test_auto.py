@@ -13,6 +13,7 @@ from problems import eager_cluster, problem_of
 from programs import PROGRAMS, abstract, gpt, mlp, train_step_of
 
 import autoshard
+from autoshard import concurrency
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
 from autoshard.cost.record import Cost
@@ -27,6 +28,7 @@ from autoshard.search.auto import MEMBERS, exposed_shares
 WAITING = replace(eager_cluster(), overlap=False)  # where nothing hides
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", ["mlp", "convnet", "lstm", "moe"])
 def test_no_member_is_better(program):
     """The makespan is at most the least of all members', and the bound the greatest that any proves."""
@@ -38,6 +40,7 @@ def test_no_member_is_better(program):
     assert found.lower_bound_seconds == min(bound, found.judgement.cost.objective_seconds)
 
 
+@pytest.mark.slow
 def test_a_baseline_is_no_better_on_a_cut_mesh():
     """With a free mesh, on GPUs, where tensor parallelism's collectives hide: it also runs on meshes that bounds have cut."""
 
@@ -53,6 +56,7 @@ def test_a_baseline_is_no_better_on_a_cut_mesh():
     assert any("that bounds had cut" in note for note in by["auto"].notes)
 
 
+@pytest.mark.slow
 def test_no_member_runs_twice(monkeypatch):
     """Where memory binds, dynamic programming leaves the second opinion to the portfolio; a limit proven infeasible needs none."""
     fn, args = PROGRAMS["mlp"]()
@@ -100,6 +104,7 @@ def test_a_gap_beside_a_smaller_makespan_is_explained():
     assert not any("hides" in note for note in Auto(members=(DynamicProgramming(),)).solve(problem_of(fn, *args)).notes)
 
 
+@pytest.mark.slow
 def test_members_may_refuse():
     """Where one member refuses another one answers; where all do, the smallest peak is named."""
     fn, args = PROGRAMS["mlp"]()
@@ -142,6 +147,7 @@ class Counting(RecursiveProgramming):
         return super().solve(problem, hints=hints)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("cluster", "overlap", "solved"), [("v5e:2x4", True, 2), ("v5e:2x4", False, 0), ("v5p:2x2x2", True, 0)])
 def test_no_other_member_runs_once_an_answer_is_settled(cluster, overlap, solved, monkeypatch):
     """A proven answer ends the portfolio where nothing can hide, and no member is faster; else all run, recursive programming twice."""
@@ -161,6 +167,7 @@ class InVain(Filling):
     automatic = True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("times", "fits"), [(1.05, True), (2.0, False)])
 def test_what_was_left_out_is_searched_where_nothing_is_found(times, fits, monkeypatch):
     """Where layers are equal and the first search comes near the limit in vain on all meshes, the next one searches nearest peaks first."""
@@ -206,3 +213,27 @@ def test_exposed_shares_are_of_all_answers_together():
         for each in (one, two)
     ]
     assert exposed_shares(costs, ("all_gather", "collective_permute")) == {"all_gather": 0.3}
+
+
+def test_other_forms_are_searched_without_what_was_far_from_the_best():
+    """Tensor parallelism takes longest of all members, and where it was near the best it is one for other forms too."""
+    for is_near in (False, True):
+        members = Auto().for_other_forms(replace(NO_HINTS, near_tensor_parallel=is_near)).members
+        assert any(member.name == "tensor_parallel" for member in members) == is_near and len(members) == len(MEMBERS) - (not is_near)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("program", "share"), [("mlp", 0.7), ("gpt", None), ("gpt", 0.6)])
+def test_the_answer_is_that_of_one_core(monkeypatch, program, share):
+    """Members, placements and all that follows from them are the same, whether memory binds or not, however many processes there are."""
+    fn, args = PROGRAMS[program]()
+    monkeypatch.setattr(concurrency, "WORTHWHILE", 0.0)
+    limit = None if share is None else share * autoshard.search(fn, *args, cluster="v5e:2x2", searcher="data_parallel").cost.peak_bytes
+    found, copies = [], []
+    monkeypatch.setattr(concurrency, "_copy", lambda *given, make=concurrency._copy: copies.append(1) or make(*given))
+    for n in (1, 3):
+        monkeypatch.setattr(concurrency, "cores", lambda n=n: n)
+        found.append(autoshard.search(fn, *args, cluster="v5e:2x2", memory_limit_bytes=limit))
+        assert bool(copies) == (n > 1)
+    one, three = (replace(each.record, stats={}) for each in found)
+    assert one == three

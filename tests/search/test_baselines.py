@@ -60,6 +60,7 @@ def test_labels_are_split_with_what_they_label():
     assert images[0] == labels[0] == "data"
 
 
+@pytest.mark.slow
 def test_fixed_parts_are_projected_where_classes_agree():
     """One part for each variable of the quotient problem; None where the layers of a class have different parts, or only one has any."""
     problem = deep()
@@ -74,6 +75,7 @@ def test_fixed_parts_are_projected_where_classes_agree():
     assert small.project_parts(({twin: 1}, {})) is None
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_have_equal_labels(monkeypatch):
     """A deep program is propagated on the quotient problem, and as fast as where every layer is propagated on its own."""
     sizes = []
@@ -88,6 +90,7 @@ def test_tensor_parallel_layers_have_equal_labels(monkeypatch):
     assert found.judgement.cost.makespan_seconds == pytest.approx(alone.judgement.cost.makespan_seconds, rel=0.05)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "spec"), [((256, 256), P(("data", "model"), None)), ((64, 256), P(None, ("data", "model"))), ((4, 6), P("model", "data"))]
 )
@@ -102,6 +105,7 @@ def test_parameters_are_split_along_one_dimension(shape, spec):
     assert found.in_specs[0] == spec
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("searcher", ["data_parallel", "fully_sharded"])
 def test_two_batches_that_are_made_one_stay_split(searcher):
     """Preferred and rejected answers, joined along the batch: each device computes its share of the products, and no activation is sent."""
@@ -167,6 +171,7 @@ def fully_sharded(step, weights, stage, microbatches, examples=2048):
     return found, sent
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("layers", [unrolled, scanned])
 def test_microbatches_leave_gradients_and_weights_sharded(layers, stage):
@@ -183,6 +188,7 @@ def test_microbatches_leave_gradients_and_weights_sharded(layers, stage):
     assert peaks == sorted(peaks, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["manual", "constraints"])
 def test_sums_over_microbatches_are_sharded_where_they_run(lowering):
     """No compiled loop carries a whole gradient, and results are those of one device."""

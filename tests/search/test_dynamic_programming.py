@@ -10,6 +10,7 @@ from autoshard.errors import SearchLimitError
 from autoshard.search import BruteForce, DynamicProgramming, RecursiveProgramming
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", SMALL)
 def test_dynamic_programming_finds_what_brute_force_finds(program):
     """On every small problem the objective is brute force's, and proven."""
@@ -21,6 +22,7 @@ def test_dynamic_programming_finds_what_brute_force_finds(program):
     assert found.lower_bound_seconds == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [{"data": 4, "model": 2}, {"a": 2, "b": 2, "c": 2}], ids=str)
 @pytest.mark.parametrize("program", ["mlp", "lstm", "convnet", "gpt_scan"])
 def test_the_optimum_over_all_axes_is_proven(program, mesh):
@@ -33,6 +35,7 @@ def test_the_optimum_over_all_axes_is_proven(program, mesh):
     assert objective <= RecursiveProgramming().solve(problem).judgement.cost.objective_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_small_tables_leave_a_gap_and_say_so():
     """Where elimination may not have large enough tables, the answer comes with a bound below it."""
     fn, args = PROGRAMS["gpt"]()

@@ -14,7 +14,7 @@ def test_the_exact_searchers_agree():
     assert agree(range(54)) >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.slow(minutes=10)
 def test_the_exact_searchers_agree_on_many():
     """On two hundred more."""
     assert agree(range(54, 450)) >= 200

@@ -15,6 +15,7 @@ from autoshard.problem import Hints
 from autoshard.search import SEARCHERS, Auto, DynamicProgramming, FullySharded, RecursiveProgramming, solve
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(set(SEARCHERS) - {"sharding_propagation"}))  # which wants pins
 def test_every_searcher_hands_on_its_hints(name):
     """Hints that a searcher does not use are in its solution's; so they are where the better of two answers is taken."""

@@ -68,6 +68,7 @@ def shared(program, mesh, pinned):
     return problem_of(fn, *args, mesh=dict(mesh), pins=batch_of(shared(program, mesh, False)) if pinned else None)
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("searcher", SEARCHED, ids=label)
 @pytest.mark.parametrize("program", [*SMALL, "gpt", "convnet", "gpt_scan", "moe_remat", "control_flow", "lstm"])
@@ -95,6 +96,7 @@ def test_solutions_are_legal_and_costed_honestly(program, searcher, mesh):
     assert cost.makespan_seconds >= cost.compute_seconds * (1 - 1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("program", SMALL)
 def test_one_axis_is_solved_exactly(program):
     """With a single mesh axis recursive programming finds what brute force finds."""
@@ -105,6 +107,7 @@ def test_one_axis_is_solved_exactly(program):
     assert found == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", SMALL)
 def test_two_axes_come_close_to_the_joint_optimum(program):
     """On two axes the sweeps end no more than a fifth above the exact optimum over both at once."""
@@ -118,6 +121,7 @@ def test_two_axes_come_close_to_the_joint_optimum(program):
     assert RecursiveProgramming().solve(problem).judgement.cost.objective_seconds <= 1.2 * exact
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", ["gpt", "convnet", "lstm", "gpt_scan"])
 def test_automatic_searchers_are_never_judged_slower_than_data_parallel(program):
     """The better of their own answer and data parallel comes back."""
@@ -227,6 +231,7 @@ def test_searchers_have_names():
         FullySharded(4)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_hash_seed():
     """Two processes with different hash seeds find the same assignment."""
     script = (
@@ -280,6 +285,7 @@ def test_a_value_with_a_solve_method_is_a_searcher():
         assert found.record.searcher.name == name and found.in_specs == wanted.in_specs
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("searcher", [*SEARCHED, SEARCHERS["auto"]()], ids=label)
 def test_problems_are_freed_without_garbage_collection(searcher):
     """Nothing that a searcher leaves with a problem refers to it: its tables, gigabytes on meshes of three axes, go with its last user."""

@@ -109,6 +109,7 @@ def test_constraints_in_the_code_alone_are_pins():
     assert strategy.out_specs == P("data", None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("program", ["gpt", "gpt_scan", "moe_remat", "lstm"])
 def test_what_follows_from_the_batch_is_no_slower_than_data_parallel(program):
     """Seeded with data parallelism's own batch and replicated state it finds its collectives or better ones."""
@@ -120,6 +121,7 @@ def test_what_follows_from_the_batch_is_no_slower_than_data_parallel(program):
     assert found.judgement.cost.objective_seconds <= baseline.judgement.cost.objective_seconds * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_megatron_pins_are_nearly_the_best_that_keeps_them():
     """On a GPT of realistic sizes the objective is within 5 % of what recursive programming finds under the same pins."""
     fn, args = gpt(2, 1024, 16, 32_000, 32, 512)
@@ -155,6 +157,7 @@ def test_manual_keeps_specs_and_replicates_the_rest():
     assert by_pins.cost == by_value.cost
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pins", [{"batch*": P("data")}, MEGATRON], ids=["data_parallel", "megatron"])
 def test_manual_is_no_slower_than_what_jit_makes_of_the_specs(pins):
     """Completed with least redistribution, specs have no larger an objective than completed by Shardy's propagation.

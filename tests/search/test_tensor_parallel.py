@@ -134,6 +134,7 @@ def test_gated_units_share_their_second_product():
     assert [c.count for c in strategy.cost.collectives if c.kind == "all_reduce" and c.mesh_axes == ("model",)] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "gpt_scan", "moe"])
 @pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, {"data": 4, "model": 2}], ids=str)
 def test_it_is_judged_no_slower_than_the_experts_specs(name, mesh):
@@ -145,6 +146,7 @@ def test_it_is_judged_no_slower_than_the_experts_specs(name, mesh):
     assert found.cost.makespan_seconds <= hand.cost.makespan_seconds
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_is_an_option_that_pays():
     """Without it every pair of the forward pass ends in an all_reduce; with it the answer is no slower."""
     fn, args = gpt(2, batch=64)
@@ -155,6 +157,7 @@ def test_sequence_parallelism_is_an_option_that_pays():
     assert any(c.kind == "reduce_scatter" and c.mesh_axes == ("model",) for c in with_it.cost.collectives)
 
 
+@pytest.mark.slow
 def test_the_mesh_is_searched_over_two_axes():
     """Without a mesh the factorisations of the devices into two axes are tried."""
     fn, args = gpt(1, 512, 8, 4096, 32, 128)
@@ -178,6 +181,7 @@ def test_it_is_in_the_portfolio():
     assert any(isinstance(member, TensorParallel) for member in Auto().members)
 
 
+@pytest.mark.slow
 def test_a_batch_as_large_as_its_mesh_axis_is_split_once():
     """Where other axes take all of a dimension at first, the fixed part of this one becomes legal in a later round, and is taken."""
     fn, args = gpt(1, 64, 4, 256, 4, 32)
@@ -186,6 +190,7 @@ def test_a_batch_as_large_as_its_mesh_axis_is_split_once():
     assert Auto().solve(problem_of(fn, *args, mesh={"data": 4, "model": 2})).judgement.cost.makespan_seconds > 0.0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", ["mlp", "gpt"])
 def test_under_a_limit_it_stays_tensor_parallel(program, monkeypatch):
     """No single decisions are changed until something fits: under every limit there is an answer of the baseline's own, or a refusal."""
@@ -209,6 +214,7 @@ def test_under_a_limit_it_stays_tensor_parallel(program, monkeypatch):
     assert outcomes == {"fits", "refused"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_scanned", [False, True])
 def test_microbatches_leave_state_split(is_scanned):
     """Weights, momenta and sums of gradients are split over both axes, so that the peak falls with the number of microbatches."""

@@ -32,6 +32,7 @@ def sharded_dims(strategy, fn, args, shape):
     return {layout[0] for layout in layouts} - {-1}  # constants are replicated
 
 
+@pytest.mark.sample(1)
 @EXACT
 @pytest.mark.parametrize("sorts", [False, True], ids=["dispatched", "sorted"])
 def test_experts_are_split(searcher, sorts):
@@ -47,6 +48,7 @@ def test_experts_are_split(searcher, sorts):
         assert {c.kind for c in strategy.cost.collectives if "[16,8,160,1024]" in c.tensor} == {"all_to_all"}
 
 
+@pytest.mark.slow
 @EXACT
 def test_projections_are_split_and_the_stream_between_them_by_positions(searcher):
     """Where the batch is small, heads and hidden units are split, and the values between them by positions, as in sequence parallelism."""
@@ -63,6 +65,7 @@ def test_projections_are_split_and_the_stream_between_them_by_positions(searcher
     assert "reduce_scatter" in kinds and "all_reduce" not in kinds
 
 
+@pytest.mark.slow
 @EXACT
 def test_long_sequences_are_split(searcher):
     """Where neither batch nor heads divide, attention is split by positions, and what comes before and after as well."""
@@ -82,6 +85,7 @@ def test_long_sequences_are_split(searcher):
     assert strategy.cost.flops < 1.01 / 8 * 12 * 2 * batch * length * length * width
 
 
+@pytest.mark.sample(1)
 @EXACT
 def test_a_large_vocabulary_is_split(searcher):
     """The head and its logits are split by vocabulary; what the loss reduces over it are a few numbers a token."""
@@ -99,6 +103,7 @@ def test_a_large_vocabulary_is_split(searcher):
     assert max(c.bytes for c in strategy.cost.collectives) <= 4 * batch * length * width
 
 
+@pytest.mark.sample(1)
 @EXACT
 def test_a_tied_table_is_split_by_vocabulary_where_it_is_looked_up_as_well(searcher):
     """One table serves look-up and head: split by vocabulary in both, so that tokens travel and the table does not."""

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import StrategyError
+from autoshard.reader import Node
 from autoshard.strategy.changes import with_changes, without_changes
-from autoshard.strategy.reader import Node
 
 KINDS, NUMBERS = st.sampled_from(("all_gather", "all_reduce")), st.integers(0, 3)
 FIELDS = st.fixed_dictionaries({"kind": KINDS}, optional={"bytes": NUMBERS, "op": NUMBERS})

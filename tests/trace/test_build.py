@@ -91,6 +91,7 @@ def test_flows_fit_their_holders(traced):
                 assert values[flow.value].shape[max(0, flow.shift) :] == shape[max(0, -flow.shift) :]
 
 
+@pytest.mark.sample(3)
 def test_the_ops_compute_the_program(traced):
     """Binding the ops one after another gives what the closed jaxpr gives: nothing that matters is inlined wrongly or dropped."""
     program = build(traced.jaxpr)
@@ -111,6 +112,7 @@ def test_the_ops_compute_the_program(traced):
         np.testing.assert_allclose(got, expected, rtol=2e-3, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 def test_a_graph_exports_to_networkx(traced):
     """Every op, argument and result is a node, every read of a produced value an edge, and results hang together with arguments."""
     graph = traced.graph.to_networkx()
@@ -354,6 +356,7 @@ def test_rewritten_programs_keep_the_users_lines(options):
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_building_is_linear():
     """Eight times the layers take about eight times as long, not sixty-four."""
 

@@ -77,7 +77,7 @@ def test_what_a_primitive_computes_is_split(lowering):
     strategy = searched(settle, X, W)
     assert strategy.in_specs[0][0] == "x"
     assert not strategy.notes or "settled" not in " ".join(strategy.notes)
-    np.testing.assert_allclose(strategy.apply(settle, lowering=lowering)(X, W), jax.jit(settle)(X, W), rtol=1e-5)
+    np.testing.assert_allclose(strategy.apply(settle, lowering=lowering)(X, W), jax.jit(settle)(X, W), rtol=1e-5, atol=1e-6)
 
 
 def test_primitives_are_opened_at_any_depth():
@@ -89,6 +89,7 @@ def test_primitives_are_opened_at_any_depth():
     assert {"settled", "halved"}.isdisjoint(op.primitive for op in mapped.walk())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"searcher": "fully_sharded"}, {"microbatches": 2}, {"remat": "full"}], ids=str)
 def test_modes_see_inside(options):
     """A step with another library's primitive is fully sharded, cut into microbatches and recomputed as any other is."""

@@ -54,6 +54,7 @@ def gradients(norm, x, scale, bias):
 NORMS = pytest.mark.parametrize("norm", [layer_norm.layer_norm, rms_norm.rms_norm], ids=["layer", "rms"])
 
 
+@pytest.mark.slow
 def test_attention_over_pages_is_split_over_examples_and_key_heads():
     """Each part of examples, and of key heads with their pages, gives what the whole gives."""
     (op,) = (op for op in trace(paged, *paged_arguments()).graph.walk() if op.kernel)

@@ -134,6 +134,22 @@ def test_other_failures_are_errors(monkeypatch, script):
         compile_ahead(lowered(), MESH, SLICE)
 
 
+CUT = """
+(folder / "module_0000.jit_step.after_optimizations.txt").write_text("HloModule m")
+(folder / "module_0000.jit_step.after_optimizations-buffer-assignment.txt").write_text(
+    "allocation 1: size 8, preallocated-temp:" + chr(10) + " value: <1 fusion.1 @0> (size=8,offset=0): f32[2]")
+(folder / "module_0000.jit_step.after_optimizations-live-range.txt").write_text("HloLiveRange")
+(folder / "module_0000.jit_step.after_optimizations_after_buffer_assignment.txt").touch()"""
+
+
+@pytest.mark.parametrize("script", [*(f"(folder / 'compiled.json').write_text({text!r})" for text in ('{"hlo": ', "[]")), CUT])
+def test_files_of_a_compiler_that_was_cut_short_are_a_failure(monkeypatch, script):
+    """Of a full disk, or a process that dies while it writes: whoever asked goes on as without a compiler."""
+    stand_in(monkeypatch, script)
+    with pytest.raises(CompilerError, match="left files that cannot be read"):
+        compile_ahead(lowered(), MESH, SLICE)
+
+
 def test_the_process_is_stopped_once_memory_is_assigned(monkeypatch, tmp_path):
     """Code generation is not waited for; nothing stays behind."""
     monkeypatch.setattr(aot.tempfile, "tempdir", str(tmp_path))

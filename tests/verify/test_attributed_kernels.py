@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autoshard
-from autoshard.verify.attribution import NO_OP, bytes_by_op, compiled_kernels, cycles_by_op
+from autoshard.verify.attribution import NO_OP, Clock, CompiledKernel, bytes_by_op, compiled_kernels, seconds_by_op
 
 # ruff: noqa: E501
 TEXT = """HloModule jit_step
@@ -57,7 +57,7 @@ def test_a_kernel_is_led_by_its_product():
     assert kernels["fused"].leader == 4 and sorted(kernels["fused"].ops) == [3, 4, 5]
     assert kernels["before"].leader == kernels["after"].leader == 4
     assert (kernels["y"].leader, kernels["y"].runs, kernels["fused"].nbytes) == (6, 7, 3 * 256)
-    assert cycles_by_op(kernels.values()) == {4: 108, 6: 70}
+    assert seconds_by_op(kernels.values(), Clock(1.0)) == {4: 108, 6: 70}
 
 
 def test_programs_of_others_have_no_operations():
@@ -91,3 +91,10 @@ def test_bytes_at_the_peak_are_those_of_operations_and_arguments():
     """Arguments are known by their position; a name that the text lacks is of no operation."""
     made, given = bytes_by_op(TEXT, [("fused", 256.0), ("before", 256.0), ("b", 256.0), ("y", 8.0), ("unknown", 1.0)])
     assert made == {4: 512.0, 6: 8.0, NO_OP: 1.0} and given == {1: 256.0}
+
+
+@pytest.mark.parametrize("product, nbytes, seconds", [(True, 10.0, 2.0), (True, 60.0, 1.0), (False, 10.0, 1.0)])
+def test_products_take_what_machines_reach_of_the_peak(product, nbytes, seconds):
+    """A schedule's product at the peak takes longer on a machine, unless it waits for memory; other kernels take what is scheduled."""
+    kernel = CompiledKernel("k", 0, (0,), product, 1, 100, nbytes)
+    assert Clock(100.0, 0.5, 100.0).seconds(kernel) == seconds and Clock(100.0).seconds(kernel) == 1.0

@@ -9,7 +9,7 @@ from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.cost.record import Cost
 from autoshard.ir import Collective, Mesh
-from autoshard.verify import corrected_seconds, scheduled_seconds, sent_seconds
+from autoshard.verify import Clock, corrected_seconds, scheduled_seconds, sent_seconds
 
 CLOCK = 1.5e9  # Hz
 
@@ -20,7 +20,7 @@ def test_a_schedule_waits_where_it_waits(cycles):
     mesh = Mesh.of({"data": 8})
     communication = Communication(Cluster.parse("v5e:2x4").links(mesh))
     permute, gather = (communication.seconds(kind, n, (0,)) for kind, n in (("collective_permute", 4096), ("all_gather", 32768)))
-    found = scheduled_seconds(schedule(cycles), mesh, communication, CLOCK)
+    found = scheduled_seconds(schedule(cycles), mesh, communication, Clock(CLOCK))
     assert found == pytest.approx(max(cycles / CLOCK, permute) + gather)
 
 

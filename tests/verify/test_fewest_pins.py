@@ -53,6 +53,7 @@ def scanned(ws, x):
     return ws - 0.1 * gradient
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("searcher", [DataParallel(), FullySharded(), RecursiveProgramming()], ids=lambda s: s.name)
 @pytest.mark.parametrize("program", [mlp, moe, lstm, control_flow])
 def test_the_pins_alone_make_the_same_program(program, searcher):
@@ -109,6 +110,7 @@ def test_when_the_time_is_up_what_is_left_is_still_the_same_program():
     assert not fewest.minimal and fewest.differing == () and sum(pin.count for pin in fewest.pins) == fewest.n_constraints
 
 
+@pytest.mark.slow
 def test_layers_are_pinned_together():
     """Layers that one line makes are one pin, however many there are."""
     two, four = (found(*mlp(layers=n), FullySharded()) for n in (2, 4))

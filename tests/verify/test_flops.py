@@ -80,6 +80,7 @@ def test_windows_count_what_they_meet(sizes, stride, before, steps):
     assert dot_flops(text).total == 2 * met
 
 
+@pytest.mark.slow
 def test_long_windows():
     """XLA:TPU spells a batch of a product as a window of as many positions: they are not walked in pairs."""
     size = 2**24

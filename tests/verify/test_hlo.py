@@ -301,6 +301,7 @@ def test_bytes_of_a_compiled_gather(dtype, itemsize):
     assert [(c.kind, c.mesh_axes, c.bytes) for c in collectives_of(text, MESH)] == [("all_gather", ("y",), 64.0 * itemsize)]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("axes", [axes for n in (1, 2, 3) for axes in itertools.combinations("abc", n)])
 def test_axes_of_a_compiled_sum(axes):
     """Whatever axes a contraction is split over, its all_reduce is found to run over just these."""

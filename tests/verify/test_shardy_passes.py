@@ -49,6 +49,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_shardy_inserts_what_the_judge_predicts(name, seed):
@@ -63,6 +64,7 @@ def test_shardy_inserts_what_the_judge_predicts(name, seed):
     assert [row for row in compare(predicted, actual) if not row.agrees] == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("program", [gpt, gpt_scan])
 def test_a_data_parallel_transformer_is_partitioned_as_predicted(program):
     """Of a whole train step, Shardy's and XLA's collectives are the predicted ones."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from itertools import pairwise
 
 import numpy as np
 
 from autoshard.analysis.demanded_precision import is_narrow
 from autoshard.compilers.all_reduce_combiner import sent_together
-from autoshard.compilers.buffer_assignment import Buffers, Copy, Draft, scattered_apart, shares, stored_partials
+from autoshard.compilers.buffer_assignment import Draft, of_rings, scattered_apart, shares, stored_partials
+from autoshard.compilers.buffers import Buffers, Copy, Held
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.compilers.op_patterns import MOST_OF
 from autoshard.compilers.program_facts import ProgramFacts
@@ -19,6 +20,7 @@ from autoshard.compilers.tpu.sorts import of_sorts
 from autoshard.compilers.tpu.tiling import tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout
+from autoshard.primitives import is_matrix
 
 
 def tiled_buffers(
@@ -44,14 +46,16 @@ def tiled_buffers(
         for value, passed in zip(times.values, times.passed, strict=True)
     ]
     demands = facts.demands.on_values
+    beside = _gathered_beside_sums(facts, partials)
     more = [
-        (copy.nbytes / (2 if copy.rounded or is_narrow(demands[value]) else 1), times.starts[copy.first], times.ends[copy.last])
+        (copy.nbytes / (2 if copy.rounded or is_narrow(demands[value]) else 1), times.starts[copy.first], beside(value, copy.last))
         for (value, _), copy in copies.items()
     ]
     stored = stored_partials(facts, partials, share, mesh)
     more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
     unread, sorted_apart = of_sorts(facts, assignment, fast_memory_bytes)
-    more += [*unread, *sorted_apart]
+    circling, added = of_rings(facts, assignment)
+    more += [*unread, *circling, *added, *sorted_apart]
     more += for_products(facts, assignment, copied)
     more += for_lookups(facts, assignment, copied, early)
     more += for_scatters(facts, assignment, partials)
@@ -70,7 +74,7 @@ def tiled_buffers(
         dies = _beside_gathers(facts, partials.keys(), copied, dies)
         dies = _after_scatters(facts, partials.keys(), dies)
     draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), sizes, more)
-    sent = (True,) * (len(copies) + len(stored) + len(unread))  # collectives read and write the device's own memory
+    sent = (True,) * (len(copies) + len(stored) + len(unread) + len(circling))  # collectives read and write the device's own memory
 
     def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
         kept = draft.held()
@@ -84,6 +88,28 @@ def tiled_buffers(
         if found.usage.max() <= facts.compiler.device.memory_bytes:
             return found
     return placed(born, dies)
+
+
+def _gathered_beside_sums(facts: ProgramFacts, partials: Mapping[int, Step]) -> Callable[[int, int], int]:
+    """When a copy dies that is read last by an op: not before sums are made of what that product reads, too.
+
+    Of an operand's gradient and of its weight's, which are products of the same gradient, XLA's latency-hiding scheduler may put the
+    second first, since it is sent and nothing else waits for it: the gathered weight is held beside the sum of its own gradient. Where
+    gathers are waited for, as on v5p, the first comes first.
+    """
+    # evidence: gathered weights beside their gradients
+    ends, root, ops = facts.lifetimes.ends, facts.fusion.root, facts.graph.walk()
+    made: dict[int, list[int]] = {}  # per value the moments at which sums of it end
+    sums = facts.gradients & partials.keys() if "all_gather" in facts.compiler.asynchronous else ()
+    for op in (ops[index] for index in sums):
+        for value in op.operands:
+            made.setdefault(root[value], []).append(ends[op.index])
+
+    def dies(value: int, last: int) -> int:
+        read = ops[last].operands if 0 <= last < len(ops) and is_matrix(ops[last].primitive) else ()
+        return max((ends[last], *(end for other in read if root[other] != root[value] for end in made.get(root[other], ()))))
+
+    return dies
 
 
 def _at_once(times: Lifetimes, born: np.ndarray, begun: frozenset[int]) -> np.ndarray:
@@ -159,9 +185,7 @@ def _after_scatters(facts: ProgramFacts, partials: Set[int], dies: np.ndarray) -
     return dies
 
 
-def _early(
-    facts: ProgramFacts, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]
-) -> Iterator[tuple[float, int, int]]:
+def _early(facts: ProgramFacts, partials: Mapping[int, Step], sizes: Sequence[float], mesh: tuple[int, ...]) -> Iterator[Held]:
     """Bytes, birth and death of the operands of sums to scalars that are sent with sums that are read earlier.
 
     A loss that no op reads is computed last otherwise, when activations are gone. Of the sums that are sent with it gradients are needed

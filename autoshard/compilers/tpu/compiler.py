@@ -10,7 +10,7 @@ from typing import ClassVar
 from autoshard.cluster.catalogue import KERNEL_MEMORY_BYTES
 from autoshard.cluster.device import LANES
 from autoshard.compilers.base import Compiler, Copies, Partials, Recomputed
-from autoshard.compilers.buffer_assignment import Buffers
+from autoshard.compilers.buffers import Buffers
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.fusion import FusionRules
 from autoshard.compilers.grouped import Grouped, dense, in_blocks, is_plain, rows_of

@@ -8,13 +8,15 @@ from itertools import permutations
 
 from autoshard.analysis.demanded_precision import is_narrow
 from autoshard.compilers.buffer_assignment import read_in
+from autoshard.compilers.buffers import Held
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.tiling import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
 
-Held = tuple[float, int, int]
-"""Bytes of a device, the first moment in which they are live, and the first after that."""
+# Tables that rows are added to are stored row by row up to this share of the memory.
+# evidence: largest tables that rows are added to
+MOST_ADDED_TO = 0.05
 
 
 def _first_read_in(facts: ProgramFacts, assignment: Assignment, op: Op, value: int) -> Layout:
@@ -111,16 +113,17 @@ def for_scatters(facts: ProgramFacts, assignment: Assignment, partials: Mapping[
 
 def _added_by_rows(facts: ProgramFacts, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[tuple[Op, float]]:
     """The scatters that add rows to a table which is stored row by row meanwhile, with its bytes on a device then."""
-    values, mesh = facts.graph.values, assignment.mesh.sizes
+    values, mesh, memory = facts.graph.values, assignment.mesh.sizes, facts.compiler.device.memory_bytes
     for op in facts.added_to:
         (total,), added = op.results, op.operands[2]
         layout = partials[op.index].source if op.index in partials else assignment.layout(total)
         local = local_shape(values[total].shape, layout, mesh) or (1.0,)
-        padded = by_rows(local, values[total].itemsize)
+        padded = tiled(local[-1], math.prod(local[:-1]))
+        nbytes = math.prod(local) * values[total].itemsize * padded
         inserted = op.params["dimension_numbers"].inserted_window_dims
         whole = values[added].shape[-1:] == values[total].shape[-1:] and len(local) - 1 not in inserted
-        if whole and math.prod(local[:-1]) >= LANES and padded != padding(local):
-            yield op, math.prod(local) * values[total].itemsize * padded
+        if whole and math.prod(local[:-1]) >= LANES and padded != padding(local) and nbytes <= MOST_ADDED_TO * memory:
+            yield op, nbytes
 
 
 def for_updates(facts: ProgramFacts, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from autoshard.compilers.base import Recomputed
-from autoshard.compilers.buffer_assignment import Buffers
+from autoshard.compilers.buffers import Buffers
 from autoshard.compilers.fused_program import Kernel
 from autoshard.compilers.op_patterns import stands_alone
 from autoshard.compilers.program_facts import ProgramFacts

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from itertools import permutations
 
 from autoshard.compilers.buffer_assignment import read_in
+from autoshard.compilers.buffers import Held
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.tiling import tiled
 from autoshard.ir import Assignment, Op, local_shape
 
 POSITION_BYTES = 4  # evidence: sorts of positions
-Held = tuple[float, int, int]
-"""Bytes of a device, the first moment in which they are live, and the first after that."""
 
 
 @dataclass(frozen=True, slots=True)

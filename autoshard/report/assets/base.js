@@ -16,7 +16,7 @@ function scaled(number, unit, steps) {
   const text = number === 0 ? "0" : (number / size).toPrecision(3);
   return `${text.includes("e") ? Math.round(number / size) : text} ${prefix}${unit}`;
 }
-const seconds = (n) => scaled(n, "s", [["n", 1e-9], ["µ", 1e-6], ["m", 1e-3], ["", 1]]);
+const seconds = (n) => n === 0 ? "0 s" : Math.abs(n) < 0.9995e-9 ? "< 1 ns" : scaled(n, "s", [["n", 1e-9], ["µ", 1e-6], ["m", 1e-3], ["", 1]]);
 const bytes = (n) => Math.abs(n) < 999.5 ? `${Math.round(n)} B` : scaled(n, "B", [["k", 1e3], ["M", 1e6], ["G", 1e9], ["T", 1e12], ["P", 1e15]]);
 const count = (n) => n.toLocaleString("en-US");
 const percent = (share) => share > 0 && share < 5e-5 ? "< 0.01 %" : `${share > 0 && share < 0.01 ? (share * 100).toFixed(2) : Math.round(share * 100)} %`;

@@ -66,7 +66,7 @@ function memorySection() {
 
   section("memory", "Memory",
     make("p", {}, `A device holds at most ${bytes(most)} at once, ${percent(most / found.limit)} of the ${bytes(found.limit)} that a program may have. ` +
-      "Activations are what the backward pass reads again; temporaries are all other values, and copies that collectives make."),
+      "Activations are what the forward pass keeps until the backward pass; temporaries are all other values, and copies that collectives make."),
     legend(kept.map((k) => [`var(${MEMORY_COLOURS[k]})`, groups[k]])),
     plot, make("div", { class: "tools" }, slider, make("button", { type: "button", onclick: () => show(peak, true) }, "Peak")), told,
     make("h3", {}, "Alive at the peak"),

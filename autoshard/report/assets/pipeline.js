@@ -3,11 +3,27 @@
 const TASKS = { F: ["--c0", "forward"], B: ["--c1", "backward"], W: ["--c2", "gradients of weights"], A: ["--update", "after all microbatches"] };
 
 function pipelineSection() {
-  const found = DATA.schedule;
-  if (!found) return;
+  if (!DATA.schedule) return;
+  const passes = [...(DATA.schedule.earlier || []), DATA.schedule], several = passes.length > 1;
+  const parts = passes.map((found, k) => passPart(found, several ? `, pass ${k + 1} of ${passes.length}` : "", several));
+  section("pipeline", "Pipeline",
+    several ? make("p", {}, `The step goes over its microbatches ${passes.length} times, one pipeline after the other, since later parts of it read what comes of all examples in earlier ones.`) : "",
+    ...parts.flatMap((part) => part.elements),
+    make("p", { class: "hint" }, "Waiting is the share of the step in which a stage's devices have nothing to do until other stages are done. " +
+      "Forward, backward, sending and kept each are of one microbatch; after is what runs once a step. Each stage has a program of its own: strategy.stages[k].report() has its tables."));
+  for (const part of parts) part.chart.paint();
+}
+
+// One pass over the microbatches: its chart, and a table of its stages; times begin with it.
+function passPart(found, which, several) {
   const kinds = Object.keys(TASKS).filter((kind) => kind === "A" || found.stages.some((stage) => stage.kind.includes(kind)));
-  const n = found.stages.length, after = found.stages.map((_, row) => found.pieces.filter((_, k) => k % n === row).reduce((sum, piece) => sum + piece[4], 0) * 1e9);
-  const chart = gantt("Schedule of the pipeline: a row a stage, a bar a microbatch", found.stages.map((_, k) => `stage ${k}`), DATA.figures.step * 1e9, (from, to, least, put) =>
+  const after = found.stages.map((_, row) => found.pieces.filter((_, k) => found.parts[k] === row).reduce((sum, piece) => sum + piece[4], 0) * 1e9);
+  const until = several ? found.ns + Math.max(...after) : DATA.figures.step * 1e9;
+  const chart = gantt(`Schedule of the pipeline${which}: a row a stage, a bar a microbatch`, found.stages.map((_, k) => `stage ${k}`), until, (from, to, least, put) => {
+    for (const [row, start, duration, told] of found.waits) {
+      if (start > to || start + duration < from) continue;
+      put({ row, start, duration, colour: "--line", alpha: 0.5, label: "", told: () => [make("strong", {}, "Waiting"), ` on stage ${row} — ${told}; ${seconds(duration / 1e9)} from ${seconds(start / 1e9)}`] });
+    }
     found.stages.forEach((stage, row) => {
       put({ row, start: found.ns, duration: after[row], colour: TASKS.A[0], label: "after", told: () => [
         make("strong", {}, "what runs once a step, such as the optimizer's update"), ` on stage ${row} — ${seconds(after[row] / 1e9)} from ${seconds(found.ns / 1e9)}`] });
@@ -18,22 +34,20 @@ function pipelineSection() {
       put({ row, start, duration, colour: TASKS[kind][0], alpha: 0.8, label, told: () => [
         make("strong", {}, `${TASKS[kind][1]} of microbatch ${stage.microbatch[k]}`), ` on stage ${row} — ${seconds(duration / 1e9)} from ${seconds(start / 1e9)}`] });
       });
-    }));
-  section("pipeline", "Pipeline",
-    make("p", {}, `Schedule ${found.name}: ${count(found.n_microbatches)} microbatches over ${found.stages.length} stages.`),
+    });
+  });
+  return { chart, elements: [
+    make("p", {}, `Schedule ${found.name}${which}: ${count(found.n_microbatches)} microbatches over ${found.stages.length} stages.`),
     legend(kinds.map((kind) => [`var(${TASKS[kind][0]})`, kind === "A" ? TASKS.A[1] : `${kind}: ${TASKS[kind][1]}`])), chart.element,
-    make("h3", {}, "Stages"),
-    table("Stages", [
-      { name: "stage", value: (row) => row.k, number: true },
+    make("h3", {}, `Stages${which}`),
+    table(`Stages${which}`, [
+      { name: "stage", value: (row) => row.k, number: true, rises: true },
       { name: "mesh", value: (row) => row[0], show: (row) => [row[0] || "one device", make("span", { class: "small" }, `${row[1]} devices`)] },
       ...["forward", "backward", "after", "sending"].map((name, n) => ({ name, value: (row) => row[2 + n], show: (row) => seconds(row[2 + n]), number: true })),
       { name: "kept each", value: (row) => row[6], show: (row) => bytes(row[6]), number: true },
       { name: "peak memory", value: (row) => row[7], show: (row) => bytes(row[7]), number: true },
-      { name: "waiting", value: (row) => found.waiting[row.k % found.stages.length], show: (row) => percent(found.waiting[row.k % found.stages.length]), number: true },
-    ], found.pieces.map((piece, k) => Object.assign(piece, { k })), 7),
-    make("p", { class: "hint" }, "Waiting is the share of the step in which a stage's devices have nothing to do until other stages are done. " +
-      "Forward, backward, sending and kept each are of one microbatch; after is what runs once a step. Each stage has a program of its own: strategy.stages[k].report() has its tables."));
-  chart.paint();
+      { name: "waiting", value: (row) => found.waiting[found.parts[row.k]], show: (row) => percent(found.waiting[found.parts[row.k]]), number: true },
+    ], found.pieces.map((piece, k) => Object.assign(piece, { k })), 0)] };
 }
 
 // What is inside the stage that is chosen: its timeline, memory and graph.

@@ -1,9 +1,9 @@
-// A table with search and sort. Columns: {name, value: row => text or number, show: row => node, number, long}.
+// A table with search and sort. Columns: {name, value: row => text or number, show: row => node, number, rises, long}.
 
 const MOST_ROWS = 100;
 
 function table(caption, columns, rows, sorted) {
-  let by = sorted, descending = true, whole = false;
+  let by = sorted, descending = fallsAtFirst(sorted), whole = false;
   const words = rows.map((row) => columns.map((column) => `${column.value(row)} ${column.words?.(row) ?? ""}`).join(" ").toLowerCase());
   const search = make("input", { type: "search", placeholder: "name, kind, axis, line …", "aria-label": `Search ${caption}`, oninput: fill });
   const found = make("output", {});
@@ -14,8 +14,10 @@ function table(caption, columns, rows, sorted) {
     make("button", { type: "button", onclick: () => sortBy(k) }, column.name)));
   const body = make("tbody");
 
+  function fallsAtFirst(k) { return Boolean(columns[k].number) && !columns[k].rises; }
+
   function sortBy(k) {
-    descending = k === by ? !descending : Boolean(columns[k].number);
+    descending = k === by ? !descending : fallsAtFirst(k);
     by = k;
     order.value = k;
     fill();

@@ -222,3 +222,29 @@ for how in (plain, capped, shifted):
 for title, function, args in grouped_programs(4096, 8):
     named(f"{title.format(8)} on GPUs", Program(function, args, times_the_rows(2 * 4096 * 1024 * 2048), ONE))
     named(f"{title.format(8)} on GPUs, in memory", Program(function, args, PEAK, ONE))
+
+# -- slices of stacks -----------------------------------------------------------------------------------------------------
+
+
+def scanned_weights(x, weights):
+    """Products with the slices of a stack."""
+    return lax.scan(lambda x, weight: (jnp.tanh(x @ weight), None), x, weights)[0]
+
+
+def stacked_products(x, weight):
+    """A stack of products, each of which the next trip reads, too."""
+    return lax.scan(lambda x, _: (2 * (y := x @ weight), y), x, None, length=6)[1]
+
+
+def stacked_gradients(weights, x):
+    """Gradients of a stack's slices."""
+    return jax.grad(lambda weights: (scanned_weights(x, weights).astype(F32) ** 2).sum())(weights)
+
+
+SCANNED = leaf(512, 1024), leaf(6, 1024, 1024)
+for title, function, args, type_text in (
+    ("products with a stack's slices", scanned_weights, SCANNED, "bf16[1,1024,1024]"),
+    ("products that are stacked", stacked_products, (leaf(512, 1024), leaf(1024, 1024)), "bf16[6,512,1024]"),
+    ("gradients of a stack's slices", stacked_gradients, SCANNED[::-1], "bf16[6,1024,1024]"),
+):
+    named(f"{title} on GPUs", Program(function, args, stored(type_text), ONE))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import product
+
 import jax
 import jax.numpy as jnp
 
 from benchmarks.evidence.measures import PEAK, copies, in_fast_memory
-from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
+from benchmarks.evidence.program import BF16, F32, SPLIT, Program, leaf, named, program
 
 MIB = 2**20
 
@@ -93,8 +96,8 @@ def embedded(table, places, y):
     return jax.grad(lambda table: (jnp.sin(table[places]) * y).sum())(table)
 
 
-def summed_by_kind(places, rows):
-    return jax.ops.segment_sum(rows, places, 400_000)
+def summed_by_kind(places, rows, kinds=400_000):
+    return jax.ops.segment_sum(rows, places, kinds)
 
 
 TABLE, PLACES, FOUND = leaf(400_000, 64, dtype=F32), leaf(4096, dtype=jnp.int32), leaf(4096, 64, dtype=F32)
@@ -104,6 +107,12 @@ for title, function, args in (
     ("sums of rows of 64 by kind", summed_by_kind, (PLACES, FOUND)),
 ):
     named(title, Program(function, args, PEAK))
+
+for (width, dtype), share in product(((4, F32), (32, F32), (4, BF16)), (0.049, 0.051)):  # of the memory, in rows of whole tiles
+    kinds = int(share * 16 * 1024 * MIB / (128 * jnp.dtype(dtype).itemsize))
+    args = (leaf(kinds // 200, dtype=jnp.int32), leaf(kinds // 200, width, dtype=dtype))
+    title = f"{kinds} sums of {kinds // 200} rows of {width} in {jnp.dtype(dtype)}"
+    named(title, Program(partial(summed_by_kind, kinds=kinds), args, PEAK))
 
 # -- updates of tables -------------------------------------------------------------------------------------------------------
 
@@ -222,3 +231,39 @@ for layer in (product, gated, added):
             f"{LAYERS} {layer.__name__} layers that take {percent} % of the memory",
             Program(gradients_of(layer), ([leaf(WIDTH, WIDTH)] * LAYERS, leaf(ROWS, WIDTH), leaf(large // 8 * 8, 1024)), PEAK),
         )
+
+# -- gathered weights beside their gradients -----------------------------------------------------------------------------------------------
+
+
+def gradients_of_a_head(loss):
+    """The gradients of a loss of logits by a head that is gathered, and by what it reads."""
+
+    def step(x, head, targets):
+        found, gradient = jax.grad(lambda head, x: loss(x, jax.lax.all_gather(head, "x", tiled=True), targets), (0, 1))(head, x)
+        return found, gradient
+
+    return step
+
+
+def of_wide_logits(x, head, targets):
+    logits = jnp.einsum("bd,vd->bv", x, head, preferred_element_type=F32)
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]).sum()
+
+
+def of_smoothed_labels(x, head, targets):
+    logs = jax.nn.log_softmax(jnp.einsum("bd,vd->bv", x, head).astype(F32))
+    return -(0.9 * jnp.take_along_axis(logs, targets[:, None], -1)[:, 0] + 0.1 * logs.mean(-1)).sum()
+
+
+def of_two_rows(x, head, targets):
+    logs = jax.nn.log_softmax(jnp.einsum("bd,vd->bv", x, head).astype(F32))
+    found = jnp.take_along_axis(logs, targets[:, None], -1)[:, 0]
+    return -jax.nn.log_sigmoid(found[::2] - found[1::2]).sum()
+
+
+for title, loss in (("float32", of_wide_logits), ("smoothed labels", of_smoothed_labels), ("pairs of rows", of_two_rows)):
+    args = leaf(16_384, 2048), leaf(65_536, 2048), leaf(16_384, dtype=jnp.int32)
+    named(
+        f"gradients of a gathered head by logits of {title}",
+        Program(gradients_of_a_head(loss), args, PEAK, on="v5e:2x4", specs=((SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT))),
+    )

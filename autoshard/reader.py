@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache, partial
+from itertools import repeat
+from types import NoneType
+from typing import Any, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from autoshard.errors import StrategyError
 
@@ -16,6 +19,8 @@ MAX_DEPTH = 100
 MAX_INTEGER = 2**63 - 1
 MAX_NUMBER = 1e30
 MAX_SHOWN = 80
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,18 @@ class Node:
             raise self.error("a string without control characters or lone surrogates")
         return self.value
 
+    def one_of(self, words: Collection[str]) -> str:
+        """One of these words."""
+        if not isinstance(self.value, str) or self.value not in words:
+            raise self.error(f"one of {', '.join(words)}")
+        return self.value
+
+    def true(self) -> bool:
+        """``true``, which is left out where it is not so."""
+        if self.value is not True:
+            raise self.error("true, where it is written")
+        return True
+
     def integer(self, low: int, high: int = MAX_INTEGER) -> int:
         """A whole number from low to high, both included."""
         if isinstance(self.value, bool) or not isinstance(self.value, int) or not low <= self.value <= high:
@@ -79,6 +96,34 @@ class Node:
             raise self.error(f"a whole number up to {MAX_INTEGER}, or a float")
         return float(self.value)
 
+    def record(self, kind: type[T], **readers: Callable[[Node], Any]) -> T:
+        """A dataclass of such values, in tuples and in other dataclasses; fields with defaults may be left out, as `written` does.
+
+        A whole number is at least what its field has as ``least`` in its metadata, or 0.
+
+        Args:
+            readers: of fields that are read otherwise.
+        """
+        assert is_dataclass(kind)
+        own, hints = fields(kind), _types(kind)
+        optional = [each.name for each in own if each.default is not MISSING]
+        part = self.fields(*(each.name for each in own if each.name not in optional), optional=optional)
+        given = ((each, part[each.name]) for each in own if each.name in part)
+        usual = {each.name: partial(Node._typed, kind=hints[each.name], least=each.metadata.get("least", 0)) for each in own}
+        return kind(**{each.name: (usual | readers)[each.name](node) for each, node in given})
+
+    def _typed(self, kind: Any, least: int) -> Any:
+        origin, inner = get_origin(kind), get_args(kind)
+        if is_dataclass(kind) and isinstance(kind, type):
+            return self.record(kind)
+        if NoneType in inner:  # None is left out
+            return self._typed(inner[0], least)
+        if origin is tuple:
+            kinds = repeat(inner[0]) if inner[-1] is Ellipsis else inner
+            nodes = self.items(None if inner[-1] is Ellipsis else len(inner))
+            return tuple(node._typed(each, least) for node, each in zip(nodes, kinds, strict=False))
+        return self.integer(least) if kind is int else {str: self.text, bool: self.true, float: self.number}[kind]()
+
     def json(self, depth: int = 0) -> Any:
         """Any value of bounded depth, its strings and numbers checked."""
         if depth > MAX_DEPTH:
@@ -92,6 +137,45 @@ class Node:
         if isinstance(self.value, int) and not -MAX_INTEGER <= self.value <= MAX_INTEGER:
             raise self.error("a whole number of at most 63 bits")
         return self.value
+
+
+@cache
+def _types(kind: type) -> dict[str, Any]:
+    """The types of a dataclass's fields, by name."""
+    return get_type_hints(kind)
+
+
+class Written:
+    """A dataclass that files have as `written` writes it."""
+
+    __slots__ = ()
+
+    def json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return written(self)
+
+    @classmethod
+    def from_json(cls, node: Node) -> Self:
+        """The object with these fields.
+
+        Raises:
+            StrategyError: they are not its own.
+        """
+        return node.record(cls)
+
+
+def written(value: Any) -> Any:
+    """A dataclass as JSON values: its fields by name, without those that are as by default."""
+    if isinstance(value, tuple):
+        return [*map(written, value)]
+    if not is_dataclass(value):
+        return value
+    found, hints = ((each, getattr(value, each.name)) for each in fields(value)), _types(type(value))
+    return {each.name: _written(own, hints[each.name]) for each, own in found if own != each.default}
+
+
+def _written(value: Any, kind: Any) -> Any:
+    return float(value) if kind is float or (float in get_args(kind) and not isinstance(value, tuple)) else written(value)
 
 
 def parse(text: str) -> Node:

@@ -14,8 +14,8 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import PipelineError, TraceError
-from autoshard.microbatch.batch import in_loop
-from autoshard.pipeline.one_program import in_one_program
+from autoshard.ir.rewrites import OneProgram
+from autoshard.rewrite import applied
 from autoshard.trace import trace
 from benchmarks import models
 from tests.programs import abstract, concrete, train_step_of
@@ -102,23 +102,29 @@ def traced(name):
 
 
 def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
+    return pytest.param(case, marks=pytest.mark.slow)
 
 
 CASES = [
-    ("norm", 4, 4, 1), ("keyed", 2, 2, 2), ("masks", 4, 2, 1), ("taps", 2, 4, 2), slow("keyed", 2, 2, 1), slow("norm", 4, 4, 2),
+    ("norm", 4, 4, 1), ("remat", 2, 4, 2, True), ("keyed", 2, 2, 2), ("masks", 4, 2, 1), ("taps", 2, 4, 2),
+    slow("keyed", 2, 2, 1), slow("norm", 4, 4, 2),
     slow("dropout", 2, 2, 1), slow("plain", 8, 16, 1), slow("taps", 2, 8, 1), slow("remat", 8, 4, 1), slow("masks", 8, 8, 1),
     slow("dropout", 2, 8, 4), slow("plain", 4, 16, 2), slow("taps", 2, 2, 4), slow("remat", 2, 4, 2), slow("masks", 4, 8, 2),
     slow("gpt", 2, 8, 1), slow("gpt_remat", 4, 2, 1), slow("llama", 4, 4, 1), slow("moe", 2, 2, 1),
     slow("gpt", 2, 4, 2), slow("gpt_remat", 2, 8, 2), slow("llama", 2, 2, 2), slow("moe", 2, 4, 2),
+    slow("plain", 4, 4, 1, True), slow("norm", 4, 4, 2, True), slow("taps", 2, 4, 2, True), slow("masks", 4, 2, 1, True),
+    slow("dropout", 2, 2, 1, True), slow("keyed", 2, 2, 2, True), slow("gpt", 2, 4, 2, True), slow("gpt_remat", 4, 8, 1, True),
+    slow("llama", 4, 4, 1, True), slow("moe", 2, 4, 2, True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name, n_stages, n_microbatches, n_rounds", CASES)
-def test_the_numbers_are_those_of_the_step(name, n_stages, n_microbatches, n_rounds):
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_the_numbers_are_those_of_the_step(case):
     """Results and state after three steps, whether layers drop out, have sums, see masks, or are no numbers without a microbatch."""
+    name, *order = case
     whole, args = traced(name)
-    made = in_one_program(whole, n_stages, n_microbatches, n_rounds)
+    made = applied(OneProgram(*order), whole)
     run, expected = jax.jit(jaxpr_as_fun(made.jaxpr)), jax.jit(jaxpr_as_fun(whole.jaxpr))
     ours = theirs = [jnp.asarray(x) for x in jax.tree.leaves(concrete(args))]
     replaced = dict(whole.graph.aliases)
@@ -138,12 +144,11 @@ def test_the_numbers_are_those_of_the_step(name, n_stages, n_microbatches, n_rou
 def test_the_layers_of_all_stages_run_together_tick_by_tick():
     """Eight layers in four stages are a scan over ticks around one over two layers, forward and backward; nothing else changes."""
     whole, _ = traced("plain")
-    made = in_one_program(whole, 4, 8)
+    made = applied(OneProgram(4, 8), whole)
     lengths = [op.equation.params["length"] for op in made.graph.walk() if op.primitive == "scan"]
     assert lengths == [11, 2, 11, 2]
     assert [op.equation.params["length"] for op in whole.graph.walk() if op.primitive == "scan"] == [8, 8]
     assert (made.stages, made.microbatches) == (4, 8)
-    assert in_one_program(made, 4, 8) is made
     assert "11 ticks, in 3 of which each stage has none" in made.graph.assumptions[-1]
 
 
@@ -152,19 +157,33 @@ def test_in_two_rounds_ticks_are_half_as_long():
     whole, _ = traced("plain")
     lengths = []
     for n_rounds in (1, 2):
-        made = in_one_program(whole, 2, 8, n_rounds)
+        made = applied(OneProgram(2, 8, n_rounds), whole)
         lengths.append([op.equation.params["length"] for op in made.graph.walk() if op.primitive == "scan"])
         assert made.rounds == n_rounds and ("goes through all stages 2 times" in made.graph.assumptions[-1]) == (n_rounds == 2)
     assert lengths == [[9, 4, 9, 4], [17, 2, 17, 2]]
     with pytest.raises(PipelineError, match="as many microbatches as there are stages, and these again: got 2 microbatches for 4 stages"):
-        in_one_program(whole, 4, 2, 2)
+        applied(OneProgram(4, 2, 2), whole)
     with pytest.raises(PipelineError, match=r"as many layers each in 2 rounds: the scan at .* has 8, got stages=8"):
-        in_one_program(whole, 8, 8, 2)
+        applied(OneProgram(8, 8, 2), whole)
+
+
+@pytest.mark.parametrize("name, n_rounds", [("plain", 1), pytest.param("remat", 1, marks=pytest.mark.slow)])
+def test_gradients_of_weights_that_are_apart_leave_no_stage_without_work(name, n_rounds):
+    """They run once a microbatch, after the ticks: a layer's two products of weights are in that loop, and in no other."""
+    whole, _ = traced(name)
+    made = applied(OneProgram(4, 8, n_rounds, True), whole)
+    tasks, layers = 8 * n_rounds, LAYERS // 4 // n_rounds
+    scans = [op for op in made.graph.walk() if op.primitive == "scan"]
+    lengths = [op.equation.params["length"] for op in scans]
+    assert lengths == [tasks + 3, layers, tasks + 3, layers, tasks, layers] and made.weights_apart
+    products = [sum(inner.primitive == "dot_general" for inner in op.walk()) for op in scans if op.equation.params["length"] != layers]
+    again = 1 if name == "remat" else 0  # of the two of a layer that computes them again
+    assert products == [2, 2 + again, 2]
 
 
 def test_what_the_forward_pass_keeps_is_read_tick_by_tick():
     """It is never put together for the whole batch: no array but those of ticks has all layers and all ticks' examples."""
-    made = in_one_program(traced("plain")[0], 4, 2)
+    made = applied(OneProgram(4, 2), traced("plain")[0])
     inner = [value for value in made.graph.values if value.shape[:2] == (LAYERS, BATCH)]
     assert len(inner) == 1, "only the argument that no layer reads"
 
@@ -202,11 +221,11 @@ def test_what_cannot_be_divided_is_refused(program, n_stages, n_microbatches, er
     """Programs without scanned layers, layers that the stages do not divide, and batches that the microbatches do not."""
     fn, args = program()
     with pytest.raises(error, match=words):
-        in_one_program(trace(fn, *args), n_stages, n_microbatches)
+        applied(OneProgram(n_stages, n_microbatches), trace(fn, *args))
 
 
 def test_layers_with_a_shard_map_are_refused_with_its_line():
-    """By stages of one program and by those that are programs of their own, whatever the mesh."""
+    """By stages of one program, whatever the mesh."""
     mesh = jax.sharding.AbstractMesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(P("data"), P(None, "model"), P("model")), out_specs=P("data"))
@@ -220,6 +239,4 @@ def test_layers_with_a_shard_map_are_refused_with_its_line():
     traced = trace(jax.grad(loss), {"up": weights, "down": weights}, abstract((BATCH, WIDTH)))
     line = mapped.__wrapped__.__code__.co_firstlineno + 5  # where the layers call it
     with pytest.raises(PipelineError, match=rf"shard_map at .*test_one_program.py:{line} .*sharding constraints"):
-        in_one_program(traced, 2, 4)
-    with pytest.raises(TraceError, match=r"shard_map at .*test_one_program.py:\d+ .*sharding constraints"):
-        in_loop(traced, 4)
+        applied(OneProgram(2, 4), traced)

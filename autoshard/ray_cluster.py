@@ -1,4 +1,4 @@
-"""The Ray on which a training runs: one that is there, or one that is started for it and reached from this machine alone.
+"""The Ray on which a training or searches run: one that is there, or one that is started for them and reached from this machine alone.
 
 Ray's processes run what they are sent, so whoever reaches them can run anything. A Ray that is started here listens on the loopback, and
 asks for a token that is in a file of this user's.
@@ -13,24 +13,75 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from autoshard.errors import AutoshardError
 
 LOOPBACK = "127.0.0.1"
 
 
-@contextmanager
-def cluster(ray: Any, **options: Any) -> Iterator[bool]:
-    """A context in which Ray runs; its value is whether that has token authentication.
+Result = TypeVar("Result")
+RETRIES = 3  # of a task whose machine is lost
 
-    A Ray that this process has joined is left as it is; else that of ``RAY_ADDRESS``, or of ``ray start`` on this machine, is joined, as by
-    `ray.init`; else one is started, and ended with the context.
+
+def ray_of(what: str) -> Any:
+    """Ray's module.
 
     Args:
+        what: needs it, in words.
+
+    Raises:
+        AutoshardError: it is not installed.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise AutoshardError(f"{what} on Ray, and Ray is not installed. Install it with: pip install 'autoshard[ray]'.") from None
+    return ray
+
+
+def worker_environment(on_cpu: bool) -> dict[str, str]:
+    """The environment of a worker that imports what this process can import."""
+    own = [os.path.abspath(path) for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
+    return {"PYTHONPATH": os.pathsep.join(own)} | ({"JAX_PLATFORMS": "cpu"} if on_cpu else {})
+
+
+def results_on_ray(tasks: Sequence[Callable[[], Result]], on: str = "ray") -> Iterator[tuple[int, Result]]:
+    """The number and the result of each task, in the order in which they end; those that are left are ended with the iterator.
+
+    Args:
+        tasks: that can be pickled with what they need.
+        on: the address of a Ray cluster, as `ray.init` takes it, or ``"ray"``: as for `cluster`.
+    """
+    ray = ray_of("these searches run")
+    with cluster(ray, None if on == "ray" else on, log_to_driver=False):
+        run = ray.remote(num_cpus=1, max_retries=RETRIES, runtime_env={"env_vars": worker_environment(on_cpu=True)})(_run)
+        left = {run.remote(task): number for number, task in enumerate(tasks)}
+        try:
+            while left:
+                (done,), _ = ray.wait([*left], num_returns=1)
+                yield left.pop(done), ray.get(done)
+        finally:
+            for each in left:
+                ray.cancel(each, force=True)
+
+
+def _run(task: Callable[[], Result]) -> Result:
+    return task()
+
+
+@contextmanager
+def cluster(ray: Any, address: str | None = None, **options: Any) -> Iterator[bool]:
+    """A context in which Ray runs; its value is whether that has token authentication.
+
+    A Ray that this process has joined is left as it is; else that of an address, of ``RAY_ADDRESS``, or of ``ray start`` on this machine,
+    is joined, as by `ray.init`; else one is started, and ended with the context.
+
+    Args:
+        address: of the cluster to join; None: as above.
         options: of `ray.init`, for one that is started.
 
     Raises:
@@ -39,7 +90,7 @@ def cluster(ray: Any, **options: Any) -> Iterator[bool]:
     if ray.is_initialized():
         yield _joined(ray)
         return
-    address = sys.modules["ray._private.services"].canonicalize_bootstrap_address(None)
+    address = address or sys.modules["ray._private.services"].canonicalize_bootstrap_address(None)
     own = address is None
     with _environment(_variables()) if own else nullcontext():
         try:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from autoshard.errors import PipelineError
+from autoshard.ir.rewrites import OneProgram
 from autoshard.lower import STAGE_AXIS
 from autoshard.microbatch.arrays import put_together
 from autoshard.microbatch.status import Status, slice_along
@@ -19,34 +19,10 @@ from autoshard.microbatch.status import Status, slice_along
 _PLACEHOLDER = AbstractMesh((1,), (STAGE_AXIS,), axis_types=(AxisType.Auto,))
 
 
-@dataclass(frozen=True, slots=True)
-class Order:
-    """Which microbatch a stage has in which tick, and in which round.
+class Order(OneProgram):
+    """Which microbatch a stage has in which tick, and in which round."""
 
-    Attributes:
-        stages, microbatches, rounds: how many there are.
-    """
-
-    stages: int
-    microbatches: int
-    rounds: int
-
-    @property
-    def tasks(self) -> int:
-        """How many microbatches a stage computes in all its rounds, each in one tick."""
-        return self.rounds * self.microbatches
-
-    @property
-    def ticks(self) -> int:
-        """How many there are."""
-        return self.tasks + self.stages - 1
-
-    def __post_init__(self):
-        if self.rounds > 1 and self.microbatches % self.stages:
-            raise PipelineError(
-                f"in several rounds stages of one program compute as many microbatches as there are stages, and these again: got "
-                f"{self.microbatches} microbatches for {self.stages} stages. Use a multiple of the stages, or schedule='one_program'."
-            )
+    __slots__ = ()
 
     def task(self, tick: Any) -> Any:
         """Per stage ``(S,)`` the number of its task in a tick; outside of ``range(tasks)`` it has none."""
@@ -116,6 +92,12 @@ def layered(parts: Sequence[Any]) -> Any:
     apart = [on_stages(jnp.swapaxes(part, 0, 1)) for part in parts]
     layers = [part.reshape(part.shape[0] * part.shape[1], *part.shape[2:]) for part in apart]
     return layers[0] if len(layers) == 1 else lax.concatenate(layers, 0)
+
+
+def of_own_ticks(x: Any, ticks: Any, dim: int) -> Any:
+    """Of an array by ticks what each stage has in its own one ``(S,)``; ``dim``: that of stages, once a tick is taken."""
+    own = jax.vmap(lambda part, tick: lax.dynamic_index_in_dim(part, tick, 0, keepdims=False), (dim + 1, 0), dim)
+    return on_stages(own(x, ticks), dim)
 
 
 def of_rounds(parts: Sequence[Any], rounds: Any) -> Any:

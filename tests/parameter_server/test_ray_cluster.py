@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from sockets import descendants, listening
 
-from autoshard.parameter_server import cluster
+import autoshard
+from autoshard import ray_cluster as cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,6 +26,7 @@ def run(script, **variables):
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 def test_a_ray_that_is_started_listens_on_the_loopback_alone(ray):
     """None of its processes accepts connections from a network: scheduler, object stores, agents, workers and this one."""
 
@@ -38,6 +42,7 @@ def test_a_ray_that_is_started_listens_on_the_loopback_alone(ray):
     ray.kill(actor)
 
 
+@pytest.mark.slow
 def test_a_ray_that_is_started_asks_for_a_token_of_this_user(ray):
     """Its processes have the mode, and the token is in a file that nobody else can read."""
 
@@ -48,6 +53,7 @@ def test_a_ray_that_is_started_asks_for_a_token_of_this_user(ray):
     assert mode == "token" and stat.S_IMODE(os.stat(path).st_mode) == 0o600 and len(Path(path).read_text()) == 64
 
 
+@pytest.mark.slow
 def test_one_that_is_joined_is_asked(ray):
     """A cluster of another's is asked whether it wants a token, and is not ended with the training."""
     with cluster.cluster(ray) as authenticated:
@@ -70,7 +76,7 @@ def test_a_ray_that_another_program_has_for_itself_is_not_joined(ray):
     """One is started beside it: that of another `ray.init` on this machine is no cluster."""
     script = f"""
 import ray
-from autoshard.parameter_server.cluster import cluster
+from autoshard.ray_cluster import cluster
 with cluster(ray, num_cpus=1, log_to_driver=False, object_store_memory=100 * 2**20):
     assert ray.get_runtime_context().gcs_address != {ray.get_runtime_context().gcs_address!r}
 """
@@ -83,10 +89,29 @@ def test_a_cluster_without_a_token_is_warned_of():
     """A training that joins one says what that means, and goes on."""
     script = """
 import ray
-from autoshard.parameter_server.cluster import cluster
+from autoshard.ray_cluster import cluster
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
 with cluster(ray) as authenticated:
     assert not authenticated
 """
     code, err = run(script, RAY_AUTH_MODE="disabled")
     assert code == 0 and "joins a Ray cluster without token authentication" in err
+
+
+def _product(weights, x):
+    return jnp.tanh(x @ weights)
+
+
+def _arguments(batch):
+    return jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((batch, 64), jnp.float32)
+
+
+def test_a_sweep_on_ray_has_the_points_of_one_here(ray, tmp_path):
+    """In their order, a refusal included; what is saved is not searched again."""
+    asked = {"clusters": ["cpu:2", "cpu:4"], "batches": [64], "searcher": "data_parallel", "memory_limit_bytes": 28e3}
+    here, there = autoshard.sweep(_product, _arguments, **asked), autoshard.sweep(_product, _arguments, on="ray", save=tmp_path, **asked)
+    assert there.points == here.points and [point.strategy for point in there] == [point.strategy for point in here]
+    assert "must fit" in here[0].refusal and here[1].strategy is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoshard.ask.sweep.results_on_ray", None)
+        assert autoshard.sweep(_product, _arguments, on="ray", save=tmp_path, **asked).points == here.points

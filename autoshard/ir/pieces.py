@@ -1,0 +1,25 @@
+"""Placement of a pipeline's pieces, its program cut in order, on the parts of the devices, each of which has as many chunks.
+
+- ``loop``: piece ``p`` is on part ``p mod S``: chunk after chunk goes through all parts from the first one.
+- ``v``: every second chunk goes through the parts in reverse, so that a chunk's last piece and the next one's first are on the same part
+  (Qi et al., Pipeline Parallelism with Controllable Memory, 2024).
+"""
+
+from __future__ import annotations
+
+PLACEMENTS = ("loop", "v")
+
+
+def part_of(piece: int, n_parts: int, placement: str) -> int:
+    """The part of the devices that has a piece.
+
+    >>> [part_of(piece, 3, "loop") for piece in range(6)], [part_of(piece, 3, "v") for piece in range(6)]
+    ([0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0])
+    """
+    chunk, part = divmod(piece, n_parts)
+    return n_parts - 1 - part if placement == "v" and chunk % 2 else part
+
+
+def piece_of(part: int, chunk: int, n_parts: int, placement: str) -> int:
+    """The piece that is a chunk of a part of the devices."""
+    return chunk * n_parts + part_of(chunk * n_parts + part, n_parts, placement)
