@@ -37,14 +37,14 @@ def test_the_compiler_does_what_is_predicted(pair):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("embedding", EMBEDDINGS)
 def test_nothing_is_lost_against_a_program_sharded_by_hand(embedding):
-    """With the same shardings the compiled step has as many fusions, as much memory, reuses the same, and sends less: once for both
-    gradients of the embedding, which also makes the logits."""
+    """With the same shardings the compiled step needs no more memory, reuses the same, and sends less: once for both gradients of the
+    embedding, which also makes the logits. The barrier that this takes may part one fusion in two."""
     by_hand, by_strategy = by_hand_and_by_strategy(EMBEDDINGS[embedding])
     assert by_strategy.sent_bytes.keys() == by_hand.sent_bytes.keys()
     assert all(by_strategy.sent_bytes[key] <= by_hand.sent_bytes[key] for key in by_hand.sent_bytes)
     assert sum(by_strategy.sent_bytes.values()) < sum(by_hand.sent_bytes.values())
-    assert by_strategy.fusions <= by_hand.fusions
-    assert by_strategy.temporary_bytes <= 1.05 * by_hand.temporary_bytes  # the first gradient waits for the second
+    assert by_strategy.fusions <= by_hand.fusions + 1
+    assert by_strategy.temporary_bytes <= by_hand.temporary_bytes
     assert by_strategy.reused_bytes == by_hand.reused_bytes > 0
 
 

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.errors import StrategyError
 from autoshard.explanation.groups import shard_bytes
 from autoshard.lower import abstract_mesh, manual_program, mesh_of_stages, obstacle, rows_spec, stage_meshes
+from autoshard.run.calls import is_traced
 from autoshard.run.diloco import DiLoCo, OuterState, exchanged
 from autoshard.run.placing import put
 from autoshard.run.step import Sharded, check_alive, program_of
@@ -121,13 +122,15 @@ class OuterStep(Sharded):
         self._others = [leaf for leaf, is_donated in enumerate(donated) if not is_donated]
         outer = self._outer_shardings()
         results = [self._sharding(SLICES, *each.spec) for each in record.results]
-        self.jitted = jax.jit(
+        jitted = functools.partial(
+            jax.jit,
             self._program,
             in_shardings=(outer, *self._donated_and_others(self._entering)),
             out_shardings=(outer, results),
             donate_argnums=(0, 1) if division.holder in record.donate_argnums else 1,
-            compiler_options=dict(compiler_options or {}) or None,
         )
+        self.jitted = jitted(compiler_options=dict(compiler_options or {}) or None)
+        self._inside = jitted()  # of another jitted function, whose compiler options count
 
     def __call__(self, *args: Any) -> Any:
         args = args if isinstance(args[self._division.holder], OuterState) else self.start(*args)
@@ -136,7 +139,7 @@ class OuterStep(Sharded):
         if self.donate_argnums:
             check_alive(leaves, [self._record.arguments[0].path] * len(leaves))
         with outside_mesh():
-            (parameters, optimizer, count), results = self.jitted(*parts)
+            (parameters, optimizer, count), results = (self._inside if is_traced() else self.jitted)(*parts)
         whole = self._traced.merge(inner, self._traced.pack(results))
         place = self._division.place
 

@@ -236,14 +236,15 @@ class Step(Sharded):
     def _program(self, args: tuple) -> tuple[Program, tuple]:
         """The program for arguments like these, in which what is static is held, and the arguments as pytrees of arrays."""
         traced_further = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-        key = call_type(args), traced_further, _explicit_mesh()
+        key = call_type(args), traced_further, is_traced(), _explicit_mesh()
         if (found := self._programs.get(key)) is None:
             found = self._programs[key] = self._lowered(args, *key[1:])
         return found, found.traced.split(args)
 
     @rarely_collecting()
     @outside_mesh(keep_auto=True)
-    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> Program:
+    def _lowered(self, args: tuple, differentiable: bool, inside: bool, around: Mesh | None) -> Program:
+        """``inside``: a transformation such as `jax.jit`, be the arguments tracers or constants; its compiler options count there."""
         record = self._record
         traced, rules, path = program_of(self._fn, args, record, self._weak_before(args), self._traced)
         graph = traced.graph
@@ -280,12 +281,12 @@ class Step(Sharded):
             in_shardings=traced.in_tree.unflatten(in_shardings),
             out_shardings=traced.pack(out_shardings),
             donate_argnums=record.donate_argnums,
-            compiler_options=(None if differentiable else self._compiler_options) or None,
+            compiler_options=(None if inside else self._compiler_options) or None,
         )
         state = {argument for _, argument in graph.aliases}
         is_state = tuple(argument in state for argument in range(len(in_shardings)))
         repeat = None
-        if not differentiable:  # tracers are never called on again
+        if not inside:  # tracers are never called on again
             donates, ways = bool(record.donate_argnums), traced.ways(self._plain)
             repeat = Repeat(jitted.jitted, traced.in_tree, in_shardings, is_state, graph.argument_paths, donates, ways)
         return Program(traced, jitted, in_shardings, is_state, jitted, repeat)

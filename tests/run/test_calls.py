@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import sys
 import warnings
@@ -422,6 +423,17 @@ def test_transformations_of_a_step_see_through_it():
         assert_close(jax.vjp(step, w, x)[1](1.0), jax.vjp(f, w, x)[1](1.0))
         with jax.disable_jit():
             assert_close(step(w, np.asarray(x)), f(w, x))
+
+
+@pytest.mark.parametrize("seen_before", [False, True])
+def test_arrays_of_another_jitted_function_are_no_tracers(seen_before):
+    """A step is called on constants in it: its compiler options are those of the outer function, and its own later calls keep theirs."""
+    fn, batch = functools.partial(jnp.multiply, 2.0), jnp.arange(16.0)
+    step = autoshard.parallelize(fn, cluster="cpu:8", searcher="data_parallel", progress=False)
+    if seen_before:
+        step(batch), step(batch)
+    np.testing.assert_array_equal(jax.jit(lambda: step(batch) + 1)(), 2 * batch + 1)
+    np.testing.assert_array_equal(step(batch), 2 * batch)
 
 
 def test_wrong_arguments_are_told_as_in_a_first_call():

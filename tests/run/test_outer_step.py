@@ -129,6 +129,15 @@ def test_an_outer_state_goes_on_where_it_was():
         parallelized()(state, batch_of(1))
 
 
+def test_a_step_runs_inside_another_jitted_function():
+    """Whose compiler options count, where its own are refused."""
+    step = parallelized()
+    state, batch = step.start(start(), batch_of(1))
+    ours, _ = step(state, batch)
+    theirs, _ = jax.jit(step)(step.start(start(), batch_of(1))[0], batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours.inner, theirs.inner)
+
+
 def test_slices_exchange_nothing_but_parameters():
     """In one program, lowered without arrays: one sum of all parameters, in a branch; the rest is within slices."""
     text = parallelized().lower(*jax.eval_shape(lambda: (start(), batch_of(1)))).compile().as_text()
