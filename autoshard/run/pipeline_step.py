@@ -110,8 +110,8 @@ class PipelineStep(Step):
 
     @rarely_collecting()
     @outside_mesh(keep_auto=True)
-    def _lowered(self, args: tuple, differentiable: bool, around: Mesh | None) -> Program:
-        if differentiable:
+    def _lowered(self, args: tuple, differentiable: bool, inside: bool, around: Mesh | None) -> Program:
+        if differentiable or inside:
             raise StrategyError(
                 "a pipeline starts programs on several meshes, and was called inside jax.jit, jax.grad or another transformation. Call it "
                 "outside, or search with stages=None."

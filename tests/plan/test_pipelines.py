@@ -371,6 +371,8 @@ def test_a_pipeline_is_no_part_of_another_program():
         run.lower(*example())
     with pytest.raises(StrategyError, match=r"inside jax\.jit"):
         jax.jit(run)(*example())
+    with pytest.raises(StrategyError, match=r"inside jax\.jit"):  # also on arrays of its own
+        jax.jit(lambda: run(*example()))()
     with pytest.raises(StrategyError, match="pins shard a program as it is"):
         searched().pins(train_step, *example())
 
