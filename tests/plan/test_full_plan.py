@@ -189,7 +189,7 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
     """Where plain stages do not fit: its step time is the plan's within some per cent, its peak within the limit, its loss equal."""
     fn, args = models.gpt(8, 128, 4, 256, batch=32, length=512, dtype=jnp.float32)
     known = traced_of(fn, args, 0, (), CLUSTER)
-    chosen = Options(known[0], known[1], CLUSTER.device).all[-1]
+    every = Options(known[0], known[1], CLUSTER.device).all
 
     def recomputing(program):
         facts = program_facts(program.graph, rules_of(program.graph), compiler_of(CLUSTER))
@@ -205,7 +205,7 @@ def test_a_planned_pipeline_computes_again_what_its_plan_says():
     assert (free.again, found.again) == (None, 0)
     own = {"mesh": dict(found.mesh.axes), "memory_limit_bytes": limit, "microbatches": 8, "schedule": "1f1b"}
     request = Request(cluster=CLUSTER, searcher=DynamicProgramming(), donate_argnums=0, **own)
-    call = Call(fn, args, request, silent, chosen)
+    call = Call(fn, args, request, silent, _of_first(every[-1], found.again_share, lambda: every))
     strategy = Strategy.of(in_stages(call, 2, known)[0])
     assert strategy.record.program.remat is not None
     assert strategy.cost.makespan_seconds == pytest.approx(found.makespan_seconds, rel=0.1)
