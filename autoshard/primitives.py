@@ -313,59 +313,13 @@ def of_kind(kind: Kind) -> tuple[str, ...]:
     return tuple(name for name, each in PRIMITIVES.items() if each.kind == kind)
 
 
-def _where(predicate: Callable[[Primitive], bool]) -> frozenset[str]:
-    return frozenset(name for name, each in PRIMITIVES.items() if predicate(each))
+def _test(fact: Callable[[Primitive], bool]) -> Callable[[str], bool]:
+    """The test by name whether a primitive has a fact; in a set, since costing an assignment tests every op.
 
-
-# Sets, since costing an assignment looks up every op.
-_MATRIX = _where(lambda each: each.kind == "product")
-_TRANSFORMS = _where(lambda each: each.kind == "fourier")
-_DENSE_PRODUCTS = _where(lambda each: each.kind == "product" and each.work != "ragged_dot")
-_VIEWS = _where(lambda each: each.view)
-_REARRANGEMENTS = _where(lambda each: each.kind == "rearrangement")
-_ADDITIONS = _where(lambda each: each.linear == "adds")
-_MOVES = _where(lambda each: each.moves)
-_REDUCTIONS = _where(lambda each: each.kind == "reduction")
-_SCATTERS = _where(lambda each: each.kind == "scatter")
-_UPDATES = _where(lambda each: each.kind in ("scatter", "update"))
-_WINDOWED = _where(lambda each: each.kind == "window" or each.work == "convolution")
-_ANCHORS = _where(lambda each: each.anchor)
-_COMPUTED_ONCE = _where(lambda each: each.anchor or each.computed_once or each.kind == "reduction")
-_COMMUTING = _where(lambda each: each.commutes_with_casts)
-_LOOPS = _where(lambda each: each.kind == "loop")
-_CONTROL_FLOW = _where(lambda each: each.kind in ("loop", "branch"))
-_INLINED = _where(lambda each: each.kind in ("inlined_call", "custom_rule"))
-_CALLS = _where(lambda each: each.kind == "call")
-_CUSTOM_RULES = _where(lambda each: each.kind == "custom_rule")
-_PLACEMENTS = _where(lambda each: each.kind == "placement")
-_STATEFUL = _where(lambda each: each.stateful)
-_COLLECTIVE = _where(lambda each: each.kind == "collective")
-_SELF_PARTITIONED = _where(lambda each: each.kind == "self_partitioned")
-_OPAQUE = _where(lambda each: each.kind in ("self_partitioned", "kernel", "callback"))
-
-
-def is_matrix(name: str) -> bool:
-    """Whether the primitive runs on the matrix unit: products and convolutions.
-
-    >>> is_matrix("dot_general"), is_matrix("tanh")
-    (True, False)
+    >>> is_matrix("dot_general"), is_scatter("scatter-add"), is_scatter("reduce_scatter")
+    (True, True, False)
     """
-    return name in _MATRIX
-
-
-def is_transform(name: str) -> bool:
-    """Whether the primitive is a Fourier transform."""
-    return name in _TRANSFORMS
-
-
-def is_dense_product(name: str) -> bool:
-    """Whether the primitive is a product without ragged groups."""
-    return name in _DENSE_PRODUCTS
-
-
-def is_addition(name: str) -> bool:
-    """Whether the primitive adds two operands."""
-    return name in _ADDITIONS
+    return frozenset(name for name, each in PRIMITIVES.items() if fact(each)).__contains__
 
 
 def linear(name: str) -> Linear:
@@ -377,105 +331,31 @@ def linear(name: str) -> Linear:
     return primitive(name).linear
 
 
-def is_view(name: str) -> bool:
-    """Whether the result shares its operand's memory."""
-    return name in _VIEWS
-
-
-def is_rearrangement(name: str) -> bool:
-    """Whether the result is the operand in another shape or order of dimensions."""
-    return name in _REARRANGEMENTS
-
-
-def moves(name: str) -> bool:
-    """Whether the result has the elements of the operand, rearranged or cast."""
-    return name in _MOVES
-
-
-def is_reduction(name: str) -> bool:
-    """Whether all elements along some dimensions become one."""
-    return name in _REDUCTIONS
-
-
-def is_scatter(name: str) -> bool:
-    """Whether updates are scattered into an operand.
-
-    >>> is_scatter("scatter-add"), is_scatter("reduce_scatter")
-    (True, False)
-    """
-    return name in _SCATTERS
-
-
-def updates(name: str) -> bool:
-    """Whether the primitive overwrites a part of its first operand: scatters and slice updates."""
-    return name in _UPDATES
-
-
-def is_windowed(name: str) -> bool:
-    """Whether the primitive slides a window: convolutions, pooling and its gradients."""
-    return name in _WINDOWED
-
-
-def is_anchor(name: str) -> bool:
-    """Whether the primitive is never fused."""
-    return name in _ANCHORS
-
-
-def is_computed_once(name: str) -> bool:
-    """Whether the result is stored even if all operands are constants, rather than recomputed for each reader."""
-    return name in _COMPUTED_ONCE
-
-
-def commutes_with_casts(name: str) -> bool:
-    """Whether compilers may cast the operands instead of the result, with equal numbers."""
-    return name in _COMMUTING
-
-
-def is_loop(name: str) -> bool:
-    """Whether the primitive is a loop."""
-    return name in _LOOPS
-
-
-def is_control_flow(name: str) -> bool:
-    """Whether the primitive is a loop or a branch."""
-    return name in _CONTROL_FLOW
-
-
-def is_inlined(name: str) -> bool:
-    """Whether the body is inlined into the program around it."""
-    return name in _INLINED
-
-
-def is_call(name: str) -> bool:
-    """Whether the primitive is a call that stays an op: one body that runs once, whose results are the call's."""
-    return name in _CALLS
-
-
-def has_custom_rule(name: str) -> bool:
-    """Whether the body has a custom derivative or batching rule."""
-    return name in _CUSTOM_RULES
-
-
-def is_placement(name: str) -> bool:
-    """Whether the result is the operand, with an annotation of its devices."""
-    return name in _PLACEMENTS
-
-
-def is_stateful(name: str) -> bool:
-    """Whether the primitive has an effect or a state, and so runs on one device."""
-    return name in _STATEFUL
-
-
-def is_self_partitioned(name: str) -> bool:
-    """Whether the primitive has its own sharding."""
-    return name in _SELF_PARTITIONED
-
-
-def is_collective(name: str) -> bool:
-    """Whether the primitive communicates, inside a user's shard_map."""
-    return name in _COLLECTIVE
-
-
-def is_opaque(name: str) -> bool:
-    """Whether the primitive's body is not analysed: it partitions itself, or calls a user's kernel or Python."""
-    return name in _OPAQUE
+is_matrix = _test(lambda each: each.kind == "product")  # runs on the matrix unit: products and convolutions
+is_transform = _test(lambda each: each.kind == "fourier")
+is_dense_product = _test(lambda each: each.kind == "product" and each.work != "ragged_dot")
+is_addition = _test(lambda each: each.linear == "adds")  # adds two operands
+is_view = _test(lambda each: each.view)  # the result shares its operand's memory
+is_rearrangement = _test(lambda each: each.kind == "rearrangement")  # the result is the operand in another shape or order of dimensions
+moves = _test(lambda each: each.moves)  # the result has the elements of the operand, rearranged or cast
+is_reduction = _test(lambda each: each.kind == "reduction")  # all elements along some dimensions become one
+is_scatter = _test(lambda each: each.kind == "scatter")  # updates are scattered into an operand
+updates = _test(lambda each: each.kind in ("scatter", "update"))  # overwrites a part of its first operand: scatters and slice updates
+# Slides a window: convolutions, pooling and its gradients.
+is_windowed = _test(lambda each: each.kind == "window" or each.work == "convolution")
+is_anchor = _test(lambda each: each.anchor)  # is never fused
+# The result is stored even if all operands are constants, rather than recomputed for each reader.
+is_computed_once = _test(lambda each: each.anchor or each.computed_once or each.kind == "reduction")
+# Compilers may cast the operands instead of the result, with equal numbers.
+commutes_with_casts = _test(lambda each: each.commutes_with_casts)
+is_loop = _test(lambda each: each.kind == "loop")
+is_control_flow = _test(lambda each: each.kind in ("loop", "branch"))
+is_inlined = _test(lambda each: each.kind in ("inlined_call", "custom_rule"))  # the body is inlined into the program around it
+is_call = _test(lambda each: each.kind == "call")  # is a call that stays an op: one body that runs once, whose results are the call's
+has_custom_rule = _test(lambda each: each.kind == "custom_rule")  # the body has a custom derivative or batching rule
+is_placement = _test(lambda each: each.kind == "placement")  # the result is the operand, with an annotation of its devices
+is_stateful = _test(lambda each: each.stateful)  # has an effect or a state, and so runs on one device
+is_self_partitioned = _test(lambda each: each.kind == "self_partitioned")  # has its own sharding
+is_collective = _test(lambda each: each.kind == "collective")  # communicates, inside a user's shard_map
+# The body is not analysed: it partitions itself, or calls a user's kernel or Python.
+is_opaque = _test(lambda each: each.kind in ("self_partitioned", "kernel", "callback"))
