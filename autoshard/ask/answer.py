@@ -69,8 +69,13 @@ class Answer(Plan):
             )
         asked = None if spec is None else tuple(spec)
         if self.record.pipeline is not None:
-            judged = zip(self._judged_stages, [stage._in_question() for stage in self.stages], strict=True)
-            return explain_tensor_of_stages(list(judged), tensor, asked, details)
+            several, judged = len(self.passes) > 1, iter(self._judged_stages)
+            named = {
+                f"stage {k}" + f" of pass {number}" * several: (next(judged), stage._in_question())
+                for number, own in enumerate(self.passes, 1)
+                for k, stage in enumerate(own)
+            }
+            return explain_tensor_of_stages(named, tensor, asked, details)
         assert self._judged is not None, "a strategy with its program"
         return explain_tensor(self._judged, tensor, self._in_question(), asked, details)
 
@@ -103,7 +108,7 @@ class Answer(Plan):
         schedule = None if pipeline is None else timeline_of(self.record, pipeline)
         judged, stages = self._judged_stages, []
         if pipeline is not None:
-            programs = passes_as(self._traced, self.record, pipeline)[-1][1].stages
+            programs = [stage for _, staged, _ in passes_as(self._traced, self.record, pipeline) for stage in staged.stages]
             stages = [(one, stage_kinds(stage)) for one, stage in zip(judged, programs, strict=True)]
         return report(self.record, explanation_of(self.record, self._judged, judged), self._judged, schedule, stages)
 

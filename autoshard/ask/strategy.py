@@ -49,7 +49,7 @@ class Strategy(Answer):
     @classmethod
     def of(cls, plan: Plan) -> Self:
         """The strategy of what a search found."""
-        return cls(plan.record, plan._traced, plan._pins, plan._call, plan._known, tuple(cls.of(part) for part in plan._parts))
+        return cls(plan.record, plan._traced, plan._pins, plan._call, plan._known, tuple(tuple(map(cls.of, own)) for own in plan._passes))
 
     def what_if(
         self,

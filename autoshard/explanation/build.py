@@ -25,7 +25,7 @@ def explanation_of(record: Record, judged: Judged | None = None, stages: Sequenc
         record: the strategy's.
         judged: its program; None where only the record is at hand, which may keep the explanation, and for pipelines, whose stages have
             programs of their own.
-        stages: of a pipeline these programs, in their order, where they are at hand.
+        stages: of a pipeline these programs, in their order, pass by pass, where they are at hand.
     """
     if judged is None and not stages and record.report:
         return replace(unpacked(record.report)[0], notes=record.assumptions)
@@ -39,7 +39,9 @@ def _built(record: Record, judged: Judged | None, stages: Sequence[Judged]) -> E
     judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
     own = [judged] if judged is not None else []
     if stages and pipeline and parts:
-        own = [stages[k] for k in pipeline.stages_of(parts.busiest)]
+        left = iter(stages)
+        of_passes = [[next(left) for _ in each.stages] for each in pipeline.passes]
+        own = [found[k] for each, found in zip(pipeline.passes, of_passes, strict=True) for k in each.stages_of(parts.busiest)]
     records = [(each.record, each) for each in own] or [(record, None)]
     activations = () if judged is None else activation_groups(judged)
     return Explanation(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.explanation import Judged
@@ -44,21 +44,21 @@ def explain_tensor(judged: Judged, name: str, searched: Searched, spec: Spec | N
 
 
 def explain_tensor_of_stages(
-    stages: Sequence[tuple[Judged, Searched]], name: str, spec: Spec | None = None, details: bool = False
+    stages: Mapping[str, tuple[Judged, Searched]], name: str, spec: Spec | None = None, details: bool = False
 ) -> TensorReport:
     """The report on a tensor's layout in the first stage of a pipeline that has it.
 
     Args:
-        stages: the program of each stage, and its problem.
+        stages: the program of each stage, and its problem, by what the stage is called.
         name, spec, details: as for `explain_tensor`.
 
     Raises:
         StrategyError: no stage has it, or one has several of that name.
     """
-    having = [number for number, (judged, _) in enumerate(stages) if found_by(judged, name)]
-    number = having[0] if having else 0
-    judged, searched = stages[number]
+    having = [stage for stage, (judged, _) in stages.items() if found_by(judged, name)]
+    first = having[0] if having else next(iter(stages))
+    judged, searched = stages[first]
     found = explain_tensor(judged, name, searched, spec, details)
-    others = f" Stages that have tensors of that name, too: {', '.join(map(str, having[1:]))}." if having[1:] else ""
-    said = f"In stage {number}, whose seconds are of all microbatches, without those in which it waits for other stages.{others}"
-    return TensorReport(f"{found.title}, stage {number}", (found.parts[0], Paragraph(said), *found.parts[1:]), found.data)
+    others = f" Others that have tensors of that name, too: {', '.join(having[1:])}." if having[1:] else ""
+    said = f"In {first}, whose seconds are of all microbatches, without those in which it waits for other stages.{others}"
+    return TensorReport(f"{found.title}, {first}", (found.parts[0], Paragraph(said), *found.parts[1:]), found.data)

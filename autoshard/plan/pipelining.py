@@ -79,7 +79,7 @@ def pipelined(
         Plan(
             record_of(traced, by_number[each.staged.n_microbatches], cluster, asked, each, searcher, spent),
             traced,
-            parts=tuple(stage.strategy for stage in each.stages),
+            passes=tuple(tuple(stage.strategy for stage in own.stages) for own in each.passes),
         )
         for each in found
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from itertools import chain
 from types import FunctionType
 from typing import Any, Self
 
@@ -41,14 +42,14 @@ class Plan:
         pins: UserPins | None = None,
         call: Call | None = None,
         searched: Searched | None = None,
-        parts: tuple[Self, ...] = (),
+        passes: tuple[tuple[Self, ...], ...] = (),
     ):
         self.record = record
         self._traced = traced
         self._pins = pins  # those of the search
         self._call = call  # what was searched, with abstract arguments, for another trace; None of a strategy without its program
         self._known = searched  # what later questions need not compute again
-        self._parts = parts  # the strategies of a pipeline's stages, with their programs
+        self._passes = passes  # the strategies of a pipeline's stages, with their programs
 
     def __repr__(self) -> str:
         record = self.record
@@ -86,22 +87,30 @@ class Plan:
             return rebuild(structure["children"][0] if written else structure, specs)
         return self._traced.out_tree.unflatten(specs[: self._traced.out_tree.num_leaves])
 
-    @cached_property
+    @property
     def stages(self) -> tuple[Self, ...]:
         """The strategies of a pipeline's stages, each of the stage's own program on its part of the devices.
 
-        Of several passes over the microbatches those of the last one. () where there are none, also where stages are one program: this
-        strategy is all of theirs.
+        Of several passes over the microbatches those of the first one come first, then those of the next. () where there are none, also
+        where stages are one program: this strategy is all of theirs.
         """
+        return tuple(chain.from_iterable(self.passes))
+
+    @cached_property
+    def passes(self) -> tuple[tuple[Self, ...], ...]:
+        """The same, those of each pass over the microbatches by themselves."""
         pipeline = self.record.pipeline
-        if pipeline is None or self._parts:
-            return self._parts
+        if pipeline is None or self._passes:
+            return self._passes
         if self._traced is None:
-            return tuple(type(self)(stage.record) for stage in pipeline.stages)
-        _, staged, _ = passes_as(self._traced, self.record, pipeline)[-1]
-        stages = staged.stages
-        found = zip(pipeline.stages, stages, strict=True)
-        return tuple(type(self)(saved.record, stage.traced, stage_pins(Asked(), stage, False)) for saved, stage in found)
+            return tuple(tuple(type(self)(stage.record) for stage in own.stages) for own in pipeline.passes)
+        return tuple(
+            tuple(
+                type(self)(saved.record, stage.traced, stage_pins(Asked(), stage, False))
+                for saved, stage in zip(own.stages, staged.stages, strict=True)
+            )
+            for _, staged, own in passes_as(self._traced, self.record, pipeline)
+        )
 
     @property
     def microbatches(self) -> int:
@@ -150,7 +159,7 @@ class Plan:
 
     @property
     def _judged_stages(self) -> list[Judged]:
-        """The judged programs of a pipeline's stages; none of a strategy from a file, nor of one without stages."""
+        """The judged programs of a pipeline's stages, as in `stages`; none of a strategy from a file, nor of one without stages."""
         return [stage._judged for stage in self.stages if stage._judged is not None]
 
     @cached_property
@@ -187,8 +196,8 @@ class Plan:
 
     def with_record(self, record: Record) -> Self:
         """The strategy of another record of the same program."""
-        parts = self._parts if record.pipeline == self.record.pipeline else ()
-        return type(self)(record, self._traced, self._pins, self._call, self._known, parts)
+        passes = self._passes if record.pipeline == self.record.pipeline else ()
+        return type(self)(record, self._traced, self._pins, self._call, self._known, passes)
 
 
 

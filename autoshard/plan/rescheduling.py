@@ -29,7 +29,7 @@ def rescheduled(plan: Plan, name: str) -> Plan:
         objective_seconds=record.cost.objective_seconds + more,
         peak_bytes=max(peak, *(other for *_, other in earlier), 0.0),
     )
-    return Plan(replace(record, pipeline=own, cost=cost), plan._traced, plan._pins, plan._call, plan._known, plan._parts)
+    return Plan(replace(record, pipeline=own, cost=cost), plan._traced, plan._pins, plan._call, plan._known, plan._passes)
 
 
 def _rescheduled(record: Record, pipeline: PipelineRecord, name: str) -> tuple[PipelineRecord, float, float]:

@@ -258,9 +258,8 @@ class _StageSearches:
     def _start_of(self, stage: Stage) -> Plan | None:
         """The earlier strategy of a stage: that of the same stage, or of the whole step, whose arguments have the same paths."""
         start = self.request.start
-        same = None if start is None or stage.number >= len(start.stages) else start.stages[stage.number]
-        alike = same is not None and tuple(each.path for each in same.record.arguments) == stage.traced.graph.argument_paths
-        return same if alike else start
+        paths, found = stage.traced.graph.argument_paths, () if start is None else start.stages
+        return next((each for each in found if tuple(own.path for own in each.record.arguments) == paths), start)
 
     def _finished(self, strategy: Plan) -> Plan:
         """The strategy with what questions about it need."""
@@ -268,7 +267,7 @@ class _StageSearches:
         if self.request.memory_limit_bytes is not None:
             record = replace(record, stats={**record.stats, "memory_limit_bytes": self.request.memory_limit_bytes})
         known = Searched(self.facts) if own is self.traced else None
-        return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.stages)
+        return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.passes)
 
 
 def _seconds(found: Sequence[Plan]) -> float:

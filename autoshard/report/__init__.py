@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from autoshard.explanation.stored import packed
 from autoshard.pipeline.simulation import Timeline
 from autoshard.report.data import Content, InStage, content_of, to_data
 from autoshard.report.page import framed, page
-from autoshard.report.trace import Inside, pipeline_trace, step_trace
+from autoshard.report.trace import Drawn, Inside, pipeline_trace, step_trace
 from autoshard.strategy import Record
 
 __all__ = ["HtmlReport", "report", "report_of"]
@@ -52,8 +52,7 @@ class HtmlReport:
         """
         content, title = self.content, self.content.explanation.title
         if content.schedule is not None:
-            insides = [Inside(each.record.mesh.names, each.step) for each in content.stages if each.step is not None]
-            return pipeline_trace(content.schedule, title, insides)
+            return pipeline_trace(list(_passes(content)), title)
         if content.step is None:
             raise StrategyError(
                 "a trace has the events of a program, and this strategy's file has none. Name the program: autoshard explain FILE.json "
@@ -79,6 +78,21 @@ class HtmlReport:
 
     def _repr_html_(self) -> str:
         return framed(self.html)
+
+
+def _passes(content: Content) -> Iterator[Drawn]:
+    """The pipelines of all passes over the microbatches, one after the other; each begins when the one before has ended."""
+    record, pipeline = content.record, content.record.pipeline
+    assert pipeline is not None, "of a pipeline"
+    insides = [Inside(each.record.mesh.names, each.step) for each in content.stages if each.step is not None]
+    start, several = 0.0, len(pipeline.passes) > 1
+    counts = [len(own.stages) for own in pipeline.passes]
+    for number, own in enumerate(pipeline.passes):
+        timeline, first = timeline_of(record, own), sum(counts[:number])
+        inside = insides[first : first + counts[number]] if len(insides) == sum(counts) else []
+        yield Drawn(timeline, inside, start, f"pass {number + 1} of {len(counts)}" if several else "")
+        after = [sum(own.stages[k].after_seconds for k in own.stages_of(part)) for part in range(own.n_parts)]
+        start += max(end + more for end, more in zip(timeline.end_seconds, after, strict=True))
 
 
 def _write(path: str | os.PathLike[str], text: str) -> None:

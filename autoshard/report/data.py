@@ -36,7 +36,7 @@ class Content:
         step: the events of a step; None where the program is not at hand.
         memory, program: as `step`.
         schedule: of a pipeline's stages; None where there are none.
-        stages: what is inside each stage of a pipeline, whose programs are at hand.
+        stages: what is inside each stage of a pipeline, whose programs are at hand, pass by pass over the microbatches.
         page: the data of its page, where a file kept it; None: made of the rest.
     """
 
@@ -72,7 +72,8 @@ def _stored(record: Record, explanation: Explanation, schedule: Timeline | None,
     def steps(inside: Mapping[str, Any]) -> Loop | None:
         return None if inside["timeline"] is None else _events(inside["timeline"], page["texts"])
 
-    parts = () if record.pipeline is None else zip(record.pipeline.stages, page["stages"], strict=False)
+    saved = () if record.pipeline is None else [stage for own in record.pipeline.passes for stage in own.stages]
+    parts = zip(saved[-len(page["stages"]) :], page["stages"], strict=False)  # of the last pass alone in files of earlier versions
     stages = tuple(Content(stage.record, explanation, steps(inside)) for stage, inside in parts)
     return Content(record, explanation, steps(page), schedule=schedule, stages=stages, page=page)
 

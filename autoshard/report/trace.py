@@ -77,31 +77,52 @@ class Inside:
     step: Loop
 
 
-def pipeline_trace(timeline: Timeline, title: str, insides: Sequence[Inside] = ()) -> dict[str, Any]:
-    """The trace of a pipeline's schedule: a row for each stage, and one for what each stage sends to another.
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The schedule of a pipeline, or of one of several that follow each other.
 
-    Args:
+    Attributes:
+        timeline: of its tasks.
         insides: of each stage's program; the compute of each task, and its collectives by mesh axis, then have rows below the stage's. Of
             more events than viewers take, those of the first microbatches.
+        start_seconds: when it begins.
+        name: which of several it is; empty of one alone.
     """
-    n_parts = len(timeline.spans)
-    stages = [f"stage {k}" for k in range(n_parts)]
-    pairs = sorted({(each.source, each.target) for each in timeline.transfers})
+
+    timeline: Timeline
+    insides: Sequence[Inside] = ()
+    start_seconds: float = 0.0
+    name: str = ""
+
+
+def pipeline_trace(passes: Sequence[Drawn], title: str) -> dict[str, Any]:
+    """The trace of the schedules of a step's pipelines: a row for each stage, and one for what each stage sends to another."""
+    rows, pairs = dict[str, None](), dict[str, None]()
+    for each in passes:
+        for stage in range(len(each.timeline.spans)):
+            axes = each.insides[stage].axes if each.insides else ()
+            inner = [COMPUTE, *map(_links, axes)] if each.insides else []
+            rows |= dict.fromkeys([f"stage {stage}", *(f"stage {stage}: {row}" for row in inner)])
+        pairs |= dict.fromkeys(_sends(*pair) for pair in sorted({(sent.source, sent.target) for sent in each.timeline.transfers}))
+    return _trace(title, [*rows, *pairs], [span for each in passes for span in _drawn(each)])
+
+
+def _drawn(one: Drawn) -> Iterator[_Span]:
+    """The events of one pipeline, from its start."""
+    timeline, more = one.timeline, {"of": one.name} if one.name else {}
     tasks = (
-        _Span.of(stages[stage], str(span.task), span.task.kind, span.start_seconds, span.end_seconds - span.start_seconds)
+        _Span.of(f"stage {stage}", str(span.task), span.task.kind, span.start_seconds, span.end_seconds - span.start_seconds, **more)
         for stage, spans in enumerate(timeline.spans)
         for span in spans
     )
     sent = (
-        _Span.of(_sends(each.source, each.target), f"result of {each.task}", "send", start, each.end_seconds - start)
+        _Span.of(_sends(each.source, each.target), f"result of {each.task}", "send", start, each.end_seconds - start, **more)
         for each in timeline.transfers
         for start in (each.start_seconds,)
     )
-    rows = []
-    for stage, name in enumerate(stages):
-        inner = [COMPUTE, *map(_links, insides[stage].axes)] if insides else []
-        rows += [name, *(f"{name}: {row}" for row in inner)]
-    return _trace(title, [*rows, *(_sends(*pair) for pair in pairs)], [*tasks, *_inside(timeline, insides), *sent])
+    moved = _us(one.start_seconds)
+    for span in (*tasks, *_inside(timeline, one.insides), *sent):
+        yield replace(span, begin=span.begin + moved, end=span.end + moved)
 
 
 def _inside(timeline: Timeline, insides: Sequence[Inside]) -> Iterator[_Span]:

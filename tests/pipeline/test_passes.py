@@ -33,10 +33,25 @@ def test_results_are_those_of_the_step(step, args, tmp_path):
     assert all(f"Pipeline, pass {number} of 2" in str(strategy.explain()) for number in (1, 2))
     drawn = to_data(strategy.report().content)["schedule"]
     assert [len(each["stages"]) for each in (drawn, *drawn["earlier"])] == [2, 2]
+    check_all_passes(strategy)
     run, expected = found.apply(step), jax.tree.leaves(jax.jit(step)(*args))
     for one, other in zip(expected, jax.tree.leaves(run(*args)), strict=True):
         assert np.abs(one - other).max() <= 1e-5 * np.abs(one).max()
     assert len(run.executed) == sum(len(order) for own in found.record.pipeline.passes for order in _orders(own))
+
+
+def check_all_passes(strategy):
+    """The strategies of stages are of all passes, and a trace has the tasks of all, one pass after the other."""
+    assert strategy.stages == strategy.passes[0] + strategy.passes[1] and [len(own) for own in strategy.passes] == [2, 2]
+    assert all(stage._judged is not None for stage in strategy.stages)
+    assert strategy.stages[0].record.program.fingerprint == strategy.record.pipeline.earlier[0].stages[0].record.program.fingerprint
+    shares = sum(group.compute_seconds for group in strategy.explain().data.layers)
+    assert shares == pytest.approx(strategy.cost.compute_seconds, rel=0.02)
+    tasks = [event for event in strategy.report().trace["traceEvents"] if event["ph"] == "X" and event["args"].get("of")]
+    first, second = ([event for event in tasks if event["args"]["of"] == f"pass {n} of 2" and event["cat"] in "FB"] for n in (1, 2))
+    assert len(first) == len(second) == 2 * 2 * 4
+    assert max(event["ts"] + event["dur"] for event in first) <= min(event["ts"] for event in second) + 1e-6
+    assert max(event["ts"] + event["dur"] for event in second) <= strategy.cost.makespan_seconds * 1e6 * (1 + 1e-6)
 
 
 def _orders(pipeline):

@@ -14,7 +14,7 @@ from autoshard.cluster import Cluster
 from autoshard.pipeline.scheduling import NAMES, schedule_of
 from autoshard.pipeline.simulation import PieceCosts, simulate
 from autoshard.report.timeline import Event, Loop
-from autoshard.report.trace import pipeline_trace, step_trace
+from autoshard.report.trace import Drawn, pipeline_trace, step_trace
 
 PROGRAMS = {"gpt": (gpt, "v5e:4x4"), "gpt_scan": (gpt_scan, "h100:4x2"), "mlp": (mlp, "cpu:8")}
 
@@ -76,7 +76,7 @@ def violations(trace):
 def pipeline():
     """A pipeline whose transfers take longer than its tasks."""
     pieces = [PieceCosts(1e-3, 1e-3, 0.0)] * 2
-    return pipeline_trace(simulate(schedule_of("gpipe", 2, 4, 1), pieces, [3e-3], [3e-3]), "pipeline")
+    return pipeline_trace([Drawn(simulate(schedule_of("gpipe", 2, 4, 1), pieces, [3e-3], [3e-3]))], "pipeline")
 
 
 @cache

@@ -10,7 +10,8 @@ function pipelineSection() {
     several ? make("p", {}, `The step goes over its microbatches ${passes.length} times, one pipeline after the other, since later parts of it read what comes of all examples in earlier ones.`) : "",
     ...parts.flatMap((part) => part.elements),
     make("p", { class: "hint" }, "Waiting is the share of the step in which a stage's devices have nothing to do until other stages are done. " +
-      "Forward, backward, sending and kept each are of one microbatch; after is what runs once a step. Each stage has a program of its own: strategy.stages[k].report() has its tables."));
+      "Forward, backward, sending and kept each are of one microbatch; after is what runs once a step. Each stage has a program of its own: " +
+      `strategy.${several ? "passes[n]" : "stages"}[k].report() has its tables.`));
   for (const part of parts) part.chart.paint();
 }
 
@@ -52,10 +53,11 @@ function passPart(found, which, several) {
 
 // What is inside the stage that is chosen: its timeline, memory and graph.
 function stageSection() {
-  const inside = DATA.stages;
+  const inside = DATA.stages, passes = [...(DATA.schedule.earlier || []), DATA.schedule];
   if (!inside.length) return;
+  const names = passes.flatMap((found, n) => found.pieces.map((_, k) => `stage ${k}${passes.length > 1 ? ` of pass ${n + 1}` : ""}`));
   const parts = [["timeline", timelineSection], ["memory", memorySection], ["program", programSection]];
-  const choice = make("select", { id: "stage-choice", onchange: () => { show(); links(); } }, inside.map((_, k) => make("option", { value: k }, `stage ${k}`)));
+  const choice = make("select", { id: "stage-choice", onchange: () => { show(); links(); } }, inside.map((_, k) => make("option", { value: k }, names.at(k - inside.length))));
   const host = section("stage", "Inside a stage",
     make("p", {}, make("label", { for: "stage-choice" }, "Timeline, memory and program below are those of "), choice,
       " They are of all microbatches, computed without waiting for other stages, with what the stage's own program holds: the table above " +
