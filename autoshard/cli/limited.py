@@ -155,6 +155,3 @@ def option_words(limits: Limits, options: Mapping[str, str | float | bool] | Non
         else:
             found.append(f"{option.command}={limits.source(text) if name == 'start' else text}")
     return [*found, *(f"--pin={path}={spec}" for path, spec in (pins or {}).items())]
-
-
-__all__ = ["Limits", "Refused", "option_words", "resident_bytes"]

@@ -51,6 +51,3 @@ def compiler_of(cluster: Cluster) -> Compiler:
     ('all_gather', 'collective_permute')
     """
     return TARGETS[cluster.device.kind](cluster.device, cluster.overlap, cluster.memory_limit_bytes)
-
-
-__all__ = ["PLATFORMS", "TARGETS", "Compiler", "XlaCpu", "XlaGpu", "XlaTpu", "compiler_of", "dropping_nan", "lacking"]

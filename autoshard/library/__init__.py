@@ -9,8 +9,6 @@ from autoshard.errors import StrategyError
 from autoshard.ir.naming import near_words
 from autoshard.strategy import Record, load_record
 
-__all__ = ["EXPERTS", "against_expert", "folder", "group", "load", "names", "near", "path"]
-
 EXPERTS = ("data_parallel", "fully_sharded", "tensor_parallel", "manual")
 
 _PACKAGE = Path(__file__).resolve().parents[1]

@@ -32,37 +32,3 @@ from autoshard.lower.mesh import (
 )
 from autoshard.lower.plan import holder_values, stored_layout
 from autoshard.lower.shards import Sharded
-
-__all__ = [
-    "HOST",
-    "STAGE_AXIS",
-    "AsItIs",
-    "Interpreter",
-    "Path",
-    "ReshardPath",
-    "Sharded",
-    "abstract_mesh",
-    "apply",
-    "bind",
-    "bind_part",
-    "bind_unplaced",
-    "by_rows",
-    "constrained",
-    "derived_from",
-    "device_numbers",
-    "holder_values",
-    "jax_mesh",
-    "lowering_mesh",
-    "manual_context",
-    "manual_program",
-    "mesh_of_stages",
-    "obstacle",
-    "ops_by_path",
-    "retraced",
-    "rows_spec",
-    "stage_meshes",
-    "stored_layout",
-    "to_named_sharding",
-    "to_partition_spec",
-    "unread",
-]

@@ -6,5 +6,3 @@
 
 from autoshard.microbatch.batch import divisors, in_loop, loop_of_batch, microbatched, passes_of
 from autoshard.microbatch.several import Pass
-
-__all__ = ["Pass", "divisors", "in_loop", "loop_of_batch", "microbatched", "passes_of"]

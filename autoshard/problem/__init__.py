@@ -6,5 +6,3 @@ from autoshard.problem.hints import NO_HINTS, Hints
 from autoshard.problem.memory_tables import MemoryTables
 from autoshard.problem.problem import Problem
 from autoshard.problem.variables import Pin
-
-__all__ = ["NO_HINTS", "Hints", "Label", "MemoryTables", "Pin", "Problem", "Tables"]

@@ -9,5 +9,3 @@ to the memory of hosts, `offload` keeps optimizer state there.
 from autoshard.recompute.offload import LEAST_BYTES, offloaded, optimizer_state
 from autoshard.recompute.program import Options, recomputed
 from autoshard.recompute.replacing import checkpoints, without_checkpoints
-
-__all__ = ["LEAST_BYTES", "Options", "checkpoints", "offloaded", "optimizer_state", "recomputed", "without_checkpoints"]

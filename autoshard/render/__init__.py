@@ -23,12 +23,6 @@ from autoshard.render.parts import Bar, Bars, Cell, Drawing, Gallery, Heading, P
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    *("Bar", "Bars", "Cell", "Drawing", "Gallery", "Heading", "Paragraph", "Part", "Picture", "Report", "Table"),
-    *("format_alternatives", "format_between", "format_bytes", "format_count", "format_flops", "format_percent", "format_seconds"),
-    *("print_report", "progress_line", "shown", "to_html", "to_text"),
-]
-
 PIPE_WIDTH = 120  # columns of a report that does not go to a terminal
 
 

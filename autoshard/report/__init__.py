@@ -20,8 +20,6 @@ from autoshard.report.page import framed, page
 from autoshard.report.trace import Drawn, Inside, pipeline_trace, step_trace
 from autoshard.strategy import Record
 
-__all__ = ["HtmlReport", "report", "report_of"]
-
 
 @dataclass(eq=False)
 class HtmlReport:

@@ -8,17 +8,5 @@ from autoshard.rewrite.options import Proposals, Rewriting
 from autoshard.rewrite.padding import Padding, padded_alike, stays_whole
 from autoshard.rewrite.padding import proposals as padded
 
-__all__ = [
-    "PROPOSALS",
-    "Padding",
-    "Rewriting",
-    "applied",
-    "compared",
-    "divisible",
-    "padded_alike",
-    "rewritten",
-    "stays_whole",
-]
-
 PROPOSALS: tuple[Proposals, ...] = (fused_attention, packed_experts, padded)
 """In the order in which they are applied."""

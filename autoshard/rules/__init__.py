@@ -1,6 +1,6 @@
 """Sharding rules of JAX primitives: one file per family, one function per rule."""
 
-from autoshard.rules import (
+from autoshard.rules import (  # each family registers its rules
     attention,
     contraction,
     creation,
@@ -24,36 +24,3 @@ from autoshard.rules.partitioner import propagates, runs_per_shard
 from autoshard.rules.partitioning import partitioned, splits
 from autoshard.rules.registry import registered, rule, rule_of
 from autoshard.rules.shardy import same_on_shards
-
-FAMILIES = (
-    attention,
-    contraction,
-    creation,
-    declared,
-    elementwise,
-    indexing,
-    kernels,
-    linalg,
-    ordering,
-    partitioning,
-    reduction,
-    ring,
-    shape,
-    window,
-)
-
-__all__ = [
-    "FAMILIES",
-    "grid_of",
-    "in_order",
-    "kernel_of",
-    "partitioned",
-    "propagates",
-    "registered",
-    "rule",
-    "rule_of",
-    "rules_of",
-    "runs_per_shard",
-    "same_on_shards",
-    "splits",
-]

@@ -93,24 +93,3 @@ def _solved(searcher: Searcher, problem) -> Solution | None:
     with suppress(InfeasibleError):
         return searcher.solve(problem)
     return None
-
-
-__all__ = [
-    "SEARCHERS",
-    "Auto",
-    "BruteForce",
-    "DataParallel",
-    "DynamicProgramming",
-    "FullySharded",
-    "IntegerProgramming",
-    "Manual",
-    "RecursiveProgramming",
-    "Searcher",
-    "ShardingPropagation",
-    "Solution",
-    "TensorParallel",
-    "alike_arguments",
-    "batch_dims",
-    "searcher_of",
-    "solve",
-]

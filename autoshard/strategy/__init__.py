@@ -16,23 +16,3 @@ from autoshard.strategy.record import (
     TensorRecord,
 )
 from autoshard.strategy.trail import Tried
-
-__all__ = [
-    "BY_ROWS",
-    "SCHEMA",
-    "Confirmation",
-    "Finalist",
-    "PipelineRecord",
-    "Program",
-    "Provenance",
-    "Record",
-    "SearcherRecord",
-    "StageRecord",
-    "TensorRecord",
-    "Tried",
-    "check_program",
-    "from_json",
-    "load_record",
-    "save_record",
-    "to_json",
-]

@@ -7,29 +7,3 @@ from autoshard.trace.modules import SplitModules
 from autoshard.trace.statics import Held, Static, held, is_static
 from autoshard.trace.structure import scan_params, subjaxprs, types_of
 from autoshard.trace.traced import Traced, function_name, of_jaxpr, rebuilt, trace
-
-__all__ = [
-    "Annotation",
-    "Batch",
-    "Held",
-    "SplitModules",
-    "Static",
-    "Traced",
-    "annotations_of",
-    "axes_of",
-    "checked_batch",
-    "constraint_spec",
-    "function_name",
-    "held",
-    "is_static",
-    "mesh_in_force",
-    "of_jaxpr",
-    "outside_mesh",
-    "rebuilt",
-    "scan_params",
-    "subjaxprs",
-    "trace",
-    "types_of",
-    "with_axes",
-    "with_named_batch",
-]
