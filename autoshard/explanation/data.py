@@ -109,15 +109,13 @@ class Stages:
         return tuple(max(1 - seconds / (self.step_seconds or 1.0), 0.0) for seconds in self.busy_seconds)
 
 
-MEMORY_KINDS = ("state", "inputs", "activations", "gradients", "temporaries", "copies", "partial sums", "other")
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
     """Bytes of a device at the fullest moment of the step.
 
     Attributes:
-        kind: one of `MEMORY_KINDS`; copies are of values that were gathered or resharded.
+        kind: state, inputs, activations, gradients, temporaries, copies, partial sums or other; copies are of values that were
+            gathered or resharded.
         name: the pattern of the arguments' paths, or the layer whose values these are.
         bytes: of all of them.
         n: how many arrays.

@@ -12,7 +12,6 @@ from autoshard.render import Bar, Bars, Heading, Paragraph, Part, Table, format_
 from autoshard.strategy.record import plain
 
 TOP = 12  # rows of a table
-FEWER = 8
 LEAST = 1e-6  # of the step: what takes less has no row
 
 Row = TypeVar("Row")
@@ -72,7 +71,7 @@ def _bars(found: Explanation) -> list[Part]:
 
 def _places(title: str, column: str, places: Sequence[Place], found: Explanation) -> list[Part]:
     step = found.time.step_seconds or 1.0
-    shown, rest = _cut([place for place in places if max(place.seconds, place.communication_seconds) > LEAST * step], TOP)
+    shown, rest = _cut([place for place in places if max(place.seconds, place.communication_seconds) > LEAST * step])
     if not shown:
         return []
 
@@ -130,7 +129,7 @@ def argument_parts(groups: Sequence[TensorGroup], title: str = "Arguments") -> l
 
 
 def _activations(groups: Sequence[TensorGroup]) -> list[Part]:
-    shown, rest = _cut(groups, TOP)
+    shown, rest = _cut(groups)
     rows = tuple(
         (group.name, str(group.n), array_type(group.dtype, group.shape), format_spec(group.spec), format_bytes(group.bytes))
         for group in shown
@@ -144,7 +143,7 @@ def _activations(groups: Sequence[TensorGroup]) -> list[Part]:
 def _memory(found: Explanation) -> list[Part]:
     limit = f"{format_percent(found.peak_bytes / found.limit_bytes)} of the {format_bytes(found.limit_bytes)} that a program may have"
     whole = f"{format_bytes(found.peak_bytes)} a device at the fullest moment, {limit}."
-    shown, rest = _cut(found.memory, TOP)
+    shown, rest = _cut(found.memory)
     rows = tuple((group.kind, group.name, str(group.n), format_bytes(group.bytes)) for group in shown)
     notes = (f"{format_count(len(rest))} more groups have {format_bytes(sum(group.bytes for group in rest))}.",) if rest else ()
     table = [Table(("kind", "what", ">arrays", ">bytes"), rows, notes)] if rows else []
@@ -155,7 +154,7 @@ def _collectives(found: Explanation) -> list[Part]:
     """The dearest collectives with what they move, for whom and why."""
     if not found.collectives:
         return [Heading("Collectives"), Paragraph("None are predicted.")]
-    shown, rest = _cut(found.collectives, TOP)
+    shown, rest = _cut(found.collectives)
     rows = tuple(
         (
             group.kind,
@@ -208,6 +207,6 @@ def _repeated(found: Explanation) -> list[Part]:
     return [Heading("Repeated work"), Table(("axis", ">devices", ">compute", ">saved", "where"), rows, (note,))]
 
 
-def _cut(rows: Sequence[Row], n: int) -> tuple[Sequence[Row], Sequence[Row]]:
+def _cut(rows: Sequence[Row]) -> tuple[Sequence[Row], Sequence[Row]]:
     """The first rows, and those that are left out: none where only one would be."""
-    return (rows, ()) if len(rows) <= n + 1 else (rows[:n], rows[n:])
+    return (rows, ()) if len(rows) <= TOP + 1 else (rows[:TOP], rows[TOP:])

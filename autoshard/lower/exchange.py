@@ -144,11 +144,11 @@ def _pad(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Spl
 def _convolution(bind: Bind, params: Mapping[str, Any], rule: Rule, splits: Sequence[Split], lhs: Any, rhs: Any) -> list[Any]:
     """The convolution of the shard with its halos, which are zeros at the ends; the padding is reduced by the halos."""
     numbers, padding = params["dimension_numbers"], list(params["padding"])
-    left, right, made = (_shape(rule, dims) for dims in (*rule.operands, *rule.results))
+    right, made = (_shape(rule, dims) for dims in (rule.operands[1], *rule.results))
     for split in splits:
         dim = _dim_of(rule.operands[0], split)
         k = numbers.lhs_spec.index(dim) - 2
-        window, summed = conv_window(params, left, right, made, k)
+        window, summed = conv_window(params, right, made, k)
         size = lhs.shape[dim]
         steps = rhs.shape[numbers.rhs_spec[2 + k]] if summed else size * window.spread // window.stride
         padding[k] = window.padding(size, steps)

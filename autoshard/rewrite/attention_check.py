@@ -57,7 +57,7 @@ def compared(traced: Traced, implementation: Implementation) -> list[Compared]:
     for attention in attentions(root, wiring):
         if not isinstance(attention, Attention):
             continue
-        roles = Roles.of(wiring, attention, any(attention.gradients))
+        roles = Roles.of(wiring, attention)
         key = words_of(attention), roles.problem
         if not implementation.missing(roles.problem) and key not in found:
             try:

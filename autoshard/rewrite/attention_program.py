@@ -156,7 +156,7 @@ class _Fusing:
         first = found.output
         scope = self.wiring.home[first.result[0]] if first is not None else behind
         assert scope is not None
-        roles = Roles.of(self.wiring, found, behind is not None, self.parts)
+        roles = Roles.of(self.wiring, found, self.parts)
         self.repeats = max(self.repeats, roles.times)
         kernel = self._kernel(roles.problem)
         forward, like = _Placed(self, roles, scope), (first or exits[0]).eqn

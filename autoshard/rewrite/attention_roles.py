@@ -74,7 +74,7 @@ class Roles:
         return (*first, width)
 
     @classmethod
-    def of(cls, wiring: Wiring, found: Attention, has_gradients: bool, parts: int = 1) -> Roles:
+    def of(cls, wiring: Wiring, found: Attention, parts: int = 1) -> Roles:
         """The roles in an attention, in a kernel whose heads of keys so many devices divide, where its heads are as many."""
         q, k, v = (_narrowed(wiring, each) for each in (found.q, found.k, found.v))
         batch, group, gradients = found.batch, found.group, list(exit and exit.result for exit in found.gradients)

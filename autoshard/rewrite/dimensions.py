@@ -57,11 +57,6 @@ def flattened(labels: Labels) -> Label:
     return tuple(each for label in labels for each in resolved(label))
 
 
-def free(labels: Labels) -> bool:
-    """Whether some dimension may still be any other one."""
-    return any(each.is_free for each in flattened(labels))
-
-
 def _split(each: Dimension, major: int) -> None:
     each.same = (Dimension(major, each.is_free), Dimension(each.size // major, each.is_free))
 

@@ -159,13 +159,13 @@ def _dot(eqn: Any, lhs: Any, rhs: Any, group: int, numbers: Any) -> Any:
 def _scatter(eqn: Any, step: Step, operands: Sequence[Any], slots: Slots) -> Any:
     """The rows that have slots scattered into an array; others are dropped."""
     x, indices, updates = operands
-    indices = _clipped(eqn, x, indices, updates)
+    indices = _clipped(eqn, x, indices)
     where = lax.broadcast_in_dim(slots.filled, indices.shape, (0, step.reads[1] + 1))
     joined = _joined(jnp.where(where, indices, -1), step.reads[1]), _joined(updates, step.reads[2])
     return bind_unplaced(eqn, [x, *joined], mode=DROPPED, indices_are_sorted=False, unique_indices=False)[0]
 
 
-def _clipped(eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
+def _clipped(eqn: Any, x: Any, indices: Any) -> Any:
     """The indices of a scatter as signed integers, clamped where it says so."""
     indices = indices.astype(jnp.promote_types(indices.dtype, jnp.int32))
     if lax.GatherScatterMode.from_any(eqn.params["mode"]) != lax.GatherScatterMode.CLIP:

@@ -74,7 +74,7 @@ def _others(dims: list[Factor], *taken: tuple[int, ...]) -> list[Factor]:
     return [dim for d, dim in enumerate(dims) if not any(d in some for some in taken)]
 
 
-def conv_window(params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int], k: int) -> tuple[Window, bool]:
+def conv_window(params: Mapping[str, Any], rhs: Sequence[int], out: Sequence[int], k: int) -> tuple[Window, bool]:
     """The window that slides along the k-th spatial dimension of the left operand, and whether its steps are the right one's elements.
 
     Usually the right operand is the window and the result has the steps. In a kernel's gradient the right operand is the
@@ -82,7 +82,7 @@ def conv_window(params: Mapping[str, Any], lhs: Sequence[int], rhs: Sequence[int
 
     Args:
         params: of the convolution.
-        lhs, rhs, out: the shapes.
+        rhs, out: the shapes of the right operand and of the result.
         k: which spatial dimension.
     """
     numbers = params["dimension_numbers"]
@@ -123,7 +123,7 @@ def conv_general_dilated(
     if feature_group_count == batch_group_count == 1:
         right[features] = result[out_features] = Factor(rhs.shape[features])
     for k, (d, w, o) in enumerate(zip(space, window, out_space, strict=True)):
-        moving, summed = conv_window(params, lhs.shape, rhs.shape, out.shape, k)
+        moving, summed = conv_window(params, rhs.shape, out.shape, k)
         if summed:
             left[d], right[w] = moving.dims(lhs.shape[d], rhs.shape[w], moving.sends(0), "sum")
         else:

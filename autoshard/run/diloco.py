@@ -10,7 +10,7 @@ is exchanged is there before the next step, without their delay).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -126,10 +126,6 @@ class OuterState:
         leaves, structure = jax.tree.flatten(self.inner)
         found = [self.parameters[k] if k >= 0 else x[0] for k, x in zip(self.places, leaves, strict=True)]
         return structure.unflatten(found)
-
-    def with_inner(self, inner: Any) -> OuterState:
-        """The state with another argument inside."""
-        return replace(self, inner=inner)
 
 
 def exchanged(diloco: DiLoCo, parameters: list[Any], copies: list[Any], state: Any) -> tuple[list[Any], list[Any], Any]:
