@@ -405,7 +405,7 @@ class _Fuser:
                         makers[tuple(made)] = len(kernels)
                     main = product if product >= 0 else op.index
                     found = tuple(_position(read, through[main]) for read in reads)
-                    kernels.append(Kernel(op.index, reads, tuple(dict.fromkeys(made)), _updates(op), (), main, found))
+                    kernels.append(Kernel(op.index, reads, tuple(dict.fromkeys(made)), updates(op.primitive), (), main, found))
         return tuple(kernels)
 
     def _keep(self, value: int, reads: tuple[int, ...]) -> bool:
@@ -506,8 +506,3 @@ def _merged(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 def _position(value: int, parts: tuple[tuple[int, ...], ...]) -> int:
     """The first part that has a value, or how many there are."""
     return next((position for position, part in enumerate(parts) if value in part), len(parts))
-
-
-def _updates(op: Op) -> bool:
-    """Whether an op writes into its first operand."""
-    return updates(op.primitive)

@@ -58,10 +58,6 @@ def op_flops(op: Op, rule: Rule | None, values: Sequence[Value]) -> float:
 Values = tuple[Value, ...]
 
 
-def _operand_elements(op: Op, operands: Values, results: Values) -> float:
-    return operands[0].size
-
-
 def _dot(op: Op, operands: Values, results: Values) -> float:
     (contracted, _), _ = op.params["dimension_numbers"]
     return 2 * results[0].size * math.prod(operands[0].shape[dim] for dim in contracted)
@@ -126,26 +122,9 @@ def _overlaps(sizes: tuple[int, int, int], stride: int, padding: tuple[int, int]
     )
 
 
-def _window(op: Op, operands: Values, results: Values) -> float:
-    return results[0].size * math.prod(op.params["window_dimensions"])
-
-
-def _scatter_window(op: Op, operands: Values, results: Values) -> float:
-    return operands[0].size * math.prod(op.params["window_dimensions"])
-
-
-def _scattered(op: Op, operands: Values, results: Values) -> float:
-    return operands[2].size
-
-
 def _sort(op: Op, operands: Values, results: Values) -> float:
     length = operands[0].shape[op.params["dimension"]]
     return operands[0].size * max(math.log2(max(length, 2)), 1.0)
-
-
-def _top_k(op: Op, operands: Values, results: Values) -> float:
-    """Work of a heap of the k best."""
-    return operands[0].size * max(math.log2(max(op.params["k"], 2)), 1.0)
 
 
 def _fft(op: Op, operands: Values, results: Values) -> float:
@@ -169,28 +148,20 @@ def _factorisation(op: Op, operands: Values, results: Values) -> float:
     return primitive(op.primitive).cubic * batch * max(rows, columns) * min(rows, columns) ** 2
 
 
-def _triangular_solve(op: Op, operands: Values, results: Values) -> float:
-    return operands[1].size * operands[0].shape[-1]
-
-
-def _random_bits(op: Op, operands: Values, results: Values) -> float:
-    return THREEFRY_FLOPS * results[0].size
-
-
 _FORMULAS: dict[Work, Callable[[Op, Values, Values], float]] = {
-    "operand": _operand_elements,
+    "operand": lambda op, operands, results: operands[0].size,
     "dot": _dot,
     "ragged_dot": _ragged_dot,
     "convolution": _convolution,
-    "window": _window,
-    "scattered_window": _scatter_window,
-    "updates": _scattered,
+    "window": lambda op, operands, results: results[0].size * math.prod(op.params["window_dimensions"]),
+    "scattered_window": lambda op, operands, results: operands[0].size * math.prod(op.params["window_dimensions"]),
+    "updates": lambda op, operands, results: operands[2].size,
     "comparisons": _sort,
-    "heap": _top_k,
+    "heap": lambda op, operands, results: operands[0].size * max(math.log2(max(op.params["k"], 2)), 1.0),
     "butterflies": _fft,
     "factorisation": _factorisation,
-    "substitution": _triangular_solve,
-    "threefry": _random_bits,
+    "substitution": lambda op, operands, results: operands[1].size * operands[0].shape[-1],
+    "threefry": lambda op, operands, results: THREEFRY_FLOPS * results[0].size,
 }
 
 

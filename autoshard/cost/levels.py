@@ -63,7 +63,7 @@ def lines_on_levels(kind: str, link: Link, within: Within, itemsize: float = 0.0
         if kind in SUMS:
             across = across[0], across[1] * share_of(level, itemsize)
         if kind in PERMUTES:
-            return _slower(lines(kind, n - 1), across)
+            return fastest((max(one[0], across[0]), max(one[1], across[1])) for one in lines(kind, n - 1))
         if kind == "all_to_all" and is_torus:
             return ((across[0], (below * e - 1) / (below * e) / level.device_bytes_per_second),)
         if kind == "all_to_all":
@@ -105,8 +105,3 @@ def _sums(some: Iterable[Line], others: Iterable[Line]) -> Lines:
     """The lines of one collective after another."""
     others = tuple(others)
     return fastest((one[0] + other[0], one[1] + other[1]) for one in some for other in others)
-
-
-def _slower(some: Iterable[Line], other: Line) -> Lines:
-    """The lines of two collectives at once."""
-    return fastest((max(one[0], other[0]), max(one[1], other[1])) for one in some)

@@ -232,7 +232,7 @@ def _unsharded(judged: Judged, but: Collection[str], causes: _Causes) -> Iterato
     total = sum(group.bytes for group in argument_groups(record.arguments, mesh))
     values = dict(zip(judged.facts.graph.argument_paths, judged.facts.graph.arguments, strict=True))
     for group in argument_groups([tensor for tensor in record.arguments if tensor.path not in but], mesh):
-        if mesh.size > 1 and _is_whole(group.spec) and group.bytes > LARGE * total:
+        if mesh.size > 1 and all(entry is None for entry in group.spec) and group.bytes > LARGE * total:
             dims = [dim for dim, size in enumerate(group.shape) if size % mesh.size == 0]
             fits = f"dim {dims[0]} of size {group.shape[dims[0]]} divides" if dims else _divisible(group.shape, mesh)
             caused = causes.most([values[path] for path in group.paths])
@@ -254,10 +254,6 @@ def _divisible(shape: tuple[int, ...], mesh: Mesh) -> str:
             if size > 1 and n % size == 0:
                 return f"dim {dim} of size {n} divides by {name}={size}"
     return f"no dimension divides by an axis of {mesh}, so pad one"
-
-
-def _is_whole(spec: tuple) -> bool:
-    return all(entry is None for entry in spec)
 
 
 def _replicated(judged: Judged) -> Iterator[Finding]:

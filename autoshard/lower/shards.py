@@ -145,14 +145,6 @@ def _pad(op: Sharded) -> dict[str, Any]:
     return {"padding_config": tuple(zip(_in_shard(op, low), _in_shard(op, high), interior, strict=True))}
 
 
-def _slice(op: Sharded) -> dict[str, Any]:
-    return {name: _in_shard(op, op.params[name]) for name in ("start_indices", "limit_indices")}
-
-
-def _split(op: Sharded) -> dict[str, Any]:
-    return {"sizes": tuple(op.local(shape, at)[op.params["axis"]] for shape, at in zip(op.results, op.leaving, strict=True))}
-
-
 def _tile(op: Sharded) -> dict[str, Any]:
     shard = op.local(op.operands[0], op.entering[0])
     made = op.local(op.results[0], op.leaving[0])
@@ -172,8 +164,8 @@ RESIZED: Mapping[str, Callable[[Sharded], dict[str, Any]]] = {
     "ffi_call": _results,
     "pad": _pad,
     "reshape": _shape("new_sizes"),
-    "slice": _slice,
-    "split": _split,
+    "slice": lambda op: {name: _in_shard(op, op.params[name]) for name in ("start_indices", "limit_indices")},
+    "split": lambda op: {"sizes": tuple(op.local(shape, at)[op.params["axis"]] for shape, at in zip(op.results, op.leaving, strict=True))},
     "tile": _tile,
 }
 
@@ -201,10 +193,6 @@ def _counts(op: Sharded, first: int) -> tuple[Any, Any]:
             factor = jnp.full(shard, stride & 0xFFFFFFFF, np.uint32)
             high = high + lax.mulhi(index, factor) + index * np.uint32(stride >> 32) + (low < added).astype(np.uint32)
     return high, low
-
-
-def _iota_2x32(op: Sharded) -> list[Any]:
-    return list(_counts(op, 0))
 
 
 def _random_bits(op: Sharded, keys: Any) -> list[Any]:
@@ -340,10 +328,6 @@ def _update(op: Sharded, x: Any, update: Any, *starts: Any) -> list[Any]:
     return list(op.bind(x, jnp.where(mine, update, lax.dynamic_slice(x, at, update.shape)), *at))
 
 
-def _fft(op: Sharded, x: Any) -> list[Any]:
-    return with_one_batch(op.bind, x, len(op.params["fft_lengths"]))
-
-
 def with_one_batch(bind: Bind, x: Any, n: int) -> list[Any]:
     """The transforms of the last ``n`` dimensions, with the others as one.
 
@@ -385,10 +369,10 @@ def _partitioned(op: Sharded, *shards: Any) -> list[Any]:
 PLACED: Mapping[str, Callable[..., Sequence[Any]]] = {
     "custom_partitioning": _partitioned,
     "dynamic_update_slice": _update,
-    "fft": _fft,
+    "fft": lambda op, x: with_one_batch(op.bind, x, len(op.params["fft_lengths"])),
     "gather": _lookup,
     "iota": _iota,
-    "iota_2x32_shape": _iota_2x32,
+    "iota_2x32_shape": lambda op: list(_counts(op, 0)),
     "pallas_call": _kernel,
     "random_bits": _random_bits,
     "random_split": _random_split,

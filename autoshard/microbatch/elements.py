@@ -125,10 +125,6 @@ def _is_equal(made: Made, content: Sequence[Content]) -> Content | None:
     return None
 
 
-def _both(made: Made, content: Sequence[Content]) -> Content | None:
-    return Elements.FALSE if Elements.FALSE in content else None
-
-
 def _chosen(made: Made, content: Sequence[Content]) -> Content | None:
     which, *cases = content
     if len(cases) != 2:
@@ -148,10 +144,6 @@ def _divided(made: Made, content: Sequence[Content]) -> Content | None:
     assert isinstance(found, Positions) and divisor is not None, "what is divided is positions"
     by = int(divisor)
     return replace(found, size=found.size // by, inner=found.inner // by, distinct=found.distinct and by == 1)
-
-
-def _rest(made: Made, content: Sequence[Content]) -> Content | None:
-    return Elements.OWN if _divides(content[0], made.number(1)) else None
 
 
 def _divides(found: Content, divisor: float | None) -> bool:
@@ -194,7 +186,7 @@ def _clamped(made: Made, content: Sequence[Content]) -> Content | None:
 
 _OF_POSITIONS: dict[str, _Function] = {
     "add": _added,
-    "and": _both,
+    "and": lambda made, content: Elements.FALSE if Elements.FALSE in content else None,
     "clamp": _clamped,
     "div": _divided,
     "eq": _is_equal,
@@ -202,7 +194,7 @@ _OF_POSITIONS: dict[str, _Function] = {
     "lt": _is_less,
     "max": _largest,
     "ne": _is_equal,
-    "rem": _rest,
+    "rem": lambda made, content: Elements.OWN if _divides(content[0], made.number(1)) else None,
     "select_n": _chosen,
     "shift_right_arithmetic": _shifted,
     "shift_right_logical": _shifted,

@@ -284,7 +284,7 @@ class _Moving:
         (order,) = orders
         plain = tuple(slice_along(status.dim, status.inner) if status.is_split else status for status in self.reads)
         move = split_along(self.op, self.rule, plain, self.n)
-        dims = [self._place(self.rule.operands[k], move.factor) for k in range(len(self.reads))]
+        dims = [next((d for d, factors in enumerate(self.rule.operands[k]) if move.factor in factors), -1) for k in range(len(self.reads))]
         first = next(iter(split.values()))
         size = self.operands[next(iter(split))].shape[first.dim]
         content, made = self._beside(first, dims, size)
@@ -300,9 +300,6 @@ class _Moving:
             else:
                 makes.append(rows_along(status.dim, status.inner, order, results))
         return replace(move, reads=self.reads, makes=tuple(makes), made=made)
-
-    def _place(self, dims: Sequence[Sequence[int]], factor: int) -> int:
-        return next((d for d, factors in enumerate(dims) if factor in factors), -1)
 
     def _beside(self, rows: Status, dims: Sequence[int], size: int) -> tuple[list[Content], tuple[Made | None, ...]]:
         """What the elements of each operand are, and what a microbatch makes of those that are whole but have the rows' dimension.

@@ -83,10 +83,6 @@ class LoopTasks(LoweredStage):
         needed = needed_by(free, [a for eqn in own for a in eqn.invars])
         return [*(eqn for k, eqn in enumerate(free) if k in needed), *(eqn for eqn in own if self.free.isdisjoint(eqn.outvars))]
 
-    def _kind_of(self) -> dict[Var, str]:
-        """Per variable of the body the kind of the task that makes it."""
-        return {var: kind for kind, eqns in self.kinds.items() for eqn in eqns for var in eqn.outvars}
-
     def _constants(self) -> None:
         """Divides the loop's constants into large ones that are arguments, and those that the program before the loop hands on."""
         self.direct: dict[Var, int] = {}  # of the body: the argument
@@ -110,7 +106,7 @@ class LoopTasks(LoweredStage):
 
     def task_programs(self) -> dict[str, TaskProgram]:
         """Per kind the program of its tasks."""
-        kind_of = self._kind_of()
+        kind_of = {var: kind for kind, eqns in self.kinds.items() for eqn in eqns for var in eqn.outvars}
         leaving = self.body.jaxpr.outvars
         of_kind: dict[str, list[int]] = {"F": [], "B": [], "W": []}
         last = next((kind for kind in "WBF" if self.kinds[kind]), "F")

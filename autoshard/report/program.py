@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from autoshard.explanation import Judged
 from autoshard.explanation.layers import PASSES, layer_of, line_of, pass_of
-from autoshard.ir import Graph, Op, layout_to_spec
+from autoshard.ir import Graph, layout_to_spec
 from autoshard.ir.words import array_type, spec_words
 
 Path = tuple[str, ...]
@@ -72,7 +72,7 @@ def program(judged: Judged) -> Node:
     for op in graph.walk():
         if op.bodies or judged.facts.idle[op.index]:
             continue
-        paths[op.index] = path = _path(op)
+        paths[op.index] = path = (pass_of(op), *layer_of(op.origin).split("/"), line_of(op.origin), op.primitive)
         told = [_Told.of(judged, value) for value in op.results]
         for depth in range(len(path) + 1):
             here = sums.setdefault(path[:depth], _Sums(op.index, split=[0.0 for _ in axes]))
@@ -106,11 +106,6 @@ class _Told:
         value, layout = judged.facts.graph.values[number], judged.record.assignment.layout(number)
         spec = layout_to_spec(layout, judged.model.mesh.names, value.rank)
         return cls(value.nbytes, tuple(dim >= 0 for dim in layout), f"{array_type(value.dtype, value.shape)} {spec_words(spec)}")
-
-
-def _path(op: Op) -> Path:
-    """The nodes that an operation is in, from the pass to itself."""
-    return (pass_of(op), *layer_of(op.origin).split("/"), line_of(op.origin), op.primitive)
 
 
 def _reads(graph: Graph, paths: Mapping[int, Path]) -> Iterable[tuple[Path, Path, float]]:

@@ -193,7 +193,7 @@ class Reading:
         if not self.values.made_up:
             alike = all(allowed.shape[axis] == 1 for axis in self.axes(self.batch))
             interval = self._interval(allowed, np.ones((1,) * RANK, bool)) if alike else None
-            if interval is not None and self._sees(allowed):
+            if interval is not None and bool(allowed.any(axis=self.axes(self.key)).all()):
                 return Mask(*interval), allowed, {}
         if reason := self.random():
             raise Different(reason)
@@ -210,10 +210,6 @@ class Reading:
             if interval is not None and (valid is None or interval == (None, None)):
                 return Mask(*interval, segments, valid), allowed, given
         raise Different("its mask is none of causal, local windows and segments")
-
-    def _sees(self, allowed: np.ndarray) -> bool:
-        """Whether each query sees a key."""
-        return bool(allowed.any(axis=self.axes(self.key)).all())
 
     def _hypotheses(self) -> Iterator[tuple[dict[Var, Given], Any, Any]]:
         """Data on which the mask may depend beside positions, as given: segments, or which keys there are."""

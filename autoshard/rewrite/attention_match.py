@@ -210,7 +210,7 @@ class _Matching(Reading):
         for exit in over_keys:
             if not set(self.others).isdisjoint(flattened(exit.other[1])):  # values are not those of one query
                 continue
-            if self._same(self.at(exit.result), self._output(self.at(exit.other))):
+            if self._same(self.at(exit.result), self.sum(self._softmax()[0] * self.at(exit.other), self.key)):
                 output = exit
                 break
         gradients: Any = (None, None, None)
@@ -239,9 +239,6 @@ class _Matching(Reading):
         y, allowed = np.broadcast_arrays(y, self.allowed)
         e = np.where(allowed, np.exp(y - np.where(allowed, y, -np.inf).max(axis=self.axes(self.key), keepdims=True)), 0.0)
         return e / e.sum(axis=self.axes(self.key), keepdims=True), slope
-
-    def _output(self, v: np.ndarray) -> np.ndarray:
-        return self.sum(self._softmax()[0] * v, self.key)
 
     def _gradients(self, v: tuple[Var, Labels] | None, exits: list[Exit]) -> tuple[tuple[Exit | None, ...], tuple]:
         """The exits that are gradients of queries, keys and values; what the backward pass reads for them."""

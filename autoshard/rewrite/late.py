@@ -40,7 +40,8 @@ def in_two(whole: ClosedJaxpr, passing: Collection[int], outputs: Collection[int
         passing: the positions of inputs that the late program can no longer read.
         outputs: those of results that may be late: they are where products are for them alone.
     """
-    closed = _without_checkpoints(whole)
+    # Without checkpoints, of whose work parts may be late; it is in the body of a loop, as they are.
+    closed = jax.make_jaxpr(lambda *arguments: replayed(whole, arguments))(*types_of(whole.jaxpr.invars))
     jaxpr = closed.jaxpr
     rest = [x for k, x in enumerate(jaxpr.outvars) if k not in outputs]
     late, early = set[int](), _needed(jaxpr.eqns, rest)
@@ -60,7 +61,7 @@ def in_two(whole: ClosedJaxpr, passing: Collection[int], outputs: Collection[int
     crossing = [v for v in read if v not in made and v not in given]
     first, second = ([jaxpr.eqns[at] for at in sorted(each)] for each in (early, own))
     kept = [x for k, x in enumerate(jaxpr.outvars) if k not in late]
-    parts = (jaxpr.invars, [*kept, *crossing], first), ([*_other(jaxpr.invars, gone), *crossing], results, second)
+    parts = (jaxpr.invars, [*kept, *crossing], first), ([*(v for v in jaxpr.invars if v not in gone), *crossing], results, second)
     early_program, late_program = (ClosedJaxpr(jaxpr_of(*each, jaxpr.constvars), closed.consts) for each in parts)
     return InTwo(early_program, late_program, frozenset(late))
 
@@ -77,11 +78,6 @@ class _Opening(Interpreter):
         if eqn.primitive.name in CHECKPOINT or is_inlined(eqn.primitive.name):
             return self._inlined(eqn, operands, path)
         return bind(eqn, operands)
-
-
-def _without_checkpoints(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The program, of which parts of what a checkpoint computes may be late; it is in the body of a loop, as they are."""
-    return jax.make_jaxpr(lambda *arguments: replayed(closed, arguments))(*types_of(closed.jaxpr.invars))
 
 
 def _needed(eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> set[int]:
@@ -112,7 +108,3 @@ def _with_makers(eqns: Sequence[JaxprEqn], own: set[int]) -> set[int]:
 def _has_product(eqn: JaxprEqn) -> bool:
     inner = (each for body in subjaxprs(eqn) for each in opened(body)[0].eqns)
     return is_matrix(eqn.primitive.name) or any(map(_has_product, inner))
-
-
-def _other(variables: Sequence[Var], without: Collection[Var]) -> list[Var]:
-    return [v for v in variables if v not in without]

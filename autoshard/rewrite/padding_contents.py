@@ -244,10 +244,6 @@ _PARALLEL = frozenset({"sort", "optimization_barrier"})
 """Operations each of whose results has the elements of one operand."""
 
 
-def _sorted(reading: Reading, before: Sequence[Contents], factor: int, number: int) -> Content:
-    return Content(reading.content(number, factor).value)
-
-
 def _all(reading: Reading, before: Sequence[Contents], factor: int, number: int) -> Content:
     """Of operations that put together elements of several operands."""
     found = [reading.content(k, factor) for k in range(len(reading.reads))]
@@ -341,5 +337,5 @@ _RULES_OF_KIND: Mapping[str, _Rule] = {
     "cumulative": _summed_up,
     "product": _product,
     "scatter": _scattered,
-    "sort": _sorted,
+    "sort": lambda reading, before, factor, number: Content(reading.content(number, factor).value),
 }

@@ -104,10 +104,6 @@ def _among_others(case: _Case) -> bool:
     return _by_position(case) and (case.factor.kind == "pass_through" or k < case.factor.size)
 
 
-def _cumulative(case: _Case) -> bool:
-    return case.factor.kind in ("pass_through", "permutation")
-
-
 def _indexed(case: _Case) -> bool:
     """A gather's or a scatter's: dimensions that are searched or written element by element are padded at their end."""
     numbers, dim = case.op.params["dimension_numbers"], case.dim(0)
@@ -131,10 +127,6 @@ def _updated(case: _Case) -> bool:
     return _passing(case) and (case.is_suffix or dim is None or shapes[0][dim] == shapes[1][dim])
 
 
-def _counted(case: _Case) -> bool:
-    return _passing(case) and (case.is_suffix or dim_of(case.rule.results[0], case.number) != case.op.params["dimension"])
-
-
 def _drawn(case: _Case) -> bool:
     """Random bits' dimensions that are drawn from one key, where every element's are computed by its position."""
     (keys,) = (case.values[value] for value in case.op.operands)
@@ -151,7 +143,7 @@ _TAKES: Mapping[str, Callable[[_Case], bool]] = {
     **dict.fromkeys(_UNCHANGED, _passing),
     **{name: _passing_or_reduced for name in of_kind("reduction") if primitive(name).operator},
     **dict.fromkeys(of_kind("product"), _passing_or_reduced),
-    **dict.fromkeys(of_kind("cumulative"), _cumulative),
+    **dict.fromkeys(of_kind("cumulative"), lambda case: case.factor.kind in ("pass_through", "permutation")),
     **dict.fromkeys(("argmax", "argmin"), _by_position),
     "top_k": _among_others,
     "conv_general_dilated": _windowed,
@@ -159,7 +151,7 @@ _TAKES: Mapping[str, Callable[[_Case], bool]] = {
     "gather": _indexed,
     **dict.fromkeys(of_kind("scatter"), _indexed),
     "dynamic_update_slice": _updated,
-    "iota": _counted,
+    "iota": lambda case: _passing(case) and (case.is_suffix or dim_of(case.rule.results[0], case.number) != case.op.params["dimension"]),
     "empty": _passing,
     "random_bits": _drawn,
 }
@@ -208,10 +200,6 @@ def _slice(p: Padding, x: Any) -> list[Any]:
     limits = tuple(m if p.reads[0][d] else at for d, (at, m) in enumerate(zip(limit, x.shape, strict=True)))
     assert all(limit[d] == whole[d] and start[d] == 0 for d, each in enumerate(p.reads[0]) if each), "a rule passes on whole dimensions"
     return p.bind(x, limit_indices=limits)
-
-
-def _tile(p: Padding, x: Any) -> list[Any]:
-    return p.bind(x, reps=tuple(m // max(n, 1) for m, n in zip(p.made, x.shape, strict=True)))
 
 
 def _split(p: Padding, x: Any) -> list[Any]:
@@ -307,6 +295,6 @@ _COMPUTED: Mapping[str, Callable[..., list[Any]]] = {
     "random_bits": _random_bits,
     "slice": _slice,
     "split": _split,
-    "tile": _tile,
+    "tile": lambda p, x: p.bind(x, reps=tuple(m // max(n, 1) for m, n in zip(p.made, x.shape, strict=True))),
     **dict.fromkeys(filter(is_scatter, of_kind("scatter")), _scatter),
 }

@@ -233,10 +233,6 @@ def _divided(dtype: Any, params: dict, a: np.ndarray, b: np.ndarray) -> np.ndarr
     return a / b
 
 
-def _remainder(dtype: Any, params: dict, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return np.fmod(a, np.where(b == 0, 1, b))
-
-
 def _converted(dtype: Any, params: dict, x: np.ndarray) -> np.ndarray:
     new = params["new_dtype"]
     kind = "f" if np.dtype(new).name == "bfloat16" else np.dtype(new).kind
@@ -284,7 +280,7 @@ ELEMENTWISE: dict[str, Callable] = {
     "div": _divided,
     "exp2": lambda dtype, params, x: np.exp2(x),
     "integer_pow": lambda dtype, params, x: np.asarray(x, np.float64) ** params["y"],
-    "rem": _remainder,
+    "rem": lambda dtype, params, a, b: np.fmod(a, np.where(b == 0, 1, b)),
     "select_n": _selected,
 }
 """Operations of elements, of a result of this type."""

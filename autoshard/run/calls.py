@@ -203,7 +203,7 @@ def reader(tree: Any) -> Reader:
 def _reader(tree: Any, shared: dict[Any, Reader]) -> Reader:
     """From nodes of one structure to their leaves."""
     if tree not in shared:
-        shared[tree] = _nothing if not tree.num_leaves else iter if treedef_is_leaf(tree) else _inner(tree, shared)
+        shared[tree] = (lambda _: ()) if not tree.num_leaves else iter if treedef_is_leaf(tree) else _inner(tree, shared)
     return shared[tree]
 
 
@@ -226,10 +226,6 @@ def _inner(tree: Any, shared: dict[Any, Reader]) -> Reader:
         return chain.from_iterable([read(chain.from_iterable(got) if several else got) for read, got, several in found])
 
     return leaves
-
-
-def _nothing(_: Any) -> Iterable[Any]:
-    return ()
 
 
 def _children(node: Any) -> Sequence[Any]:

@@ -177,7 +177,7 @@ def contraction_pairs(problem: Problem, weights: Iterable[int]) -> Pairs:
         rule = problem.rules[op.index]
         if rule is None or is_backward(op) or op.index in pairs:
             continue
-        if flow.looks_up(op):
+        if op.primitive == "gather" and op.operands[0] in flow.weights:
             ends.update((op.index, factor) for factor in _looked_up(rule))
             continue
         side = flow.weight_side(op)
@@ -252,10 +252,6 @@ class _FeatureFlow:
         """The position of the weight among a product's operands; None where none or both are weights, or the op is no product."""
         sides = [position for position, value in enumerate(op.operands[:2]) if value in self.weights]
         return sides[0] if is_matrix(op.primitive) and len(sides) == 1 else None
-
-    def looks_up(self, op: Op) -> bool:
-        """Whether the op looks rows up in a weight."""
-        return op.primitive == "gather" and op.operands[0] in self.weights
 
     def use(self, value: int, dim: int) -> _FeatureUse | None:
         """The uses of the feature in a dimension; None where it is returned or needed whole, or is contracted as well as reduced."""

@@ -59,7 +59,7 @@ def annotations_of(args: tuple[Any, ...]) -> list[tuple[Annotation, ...]]:
     [((None, 'model'), (('data', 2), ('model', 4)))]
     """
     found: list[tuple[Annotation, ...]] = []
-    for entry in jax.tree.leaves(args, is_leaf=_has_metadata):
+    for entry in jax.tree.leaves(args, is_leaf=lambda x: _is_box(x) or _is_variable(x)):
         metadata = _of_metadata(entry)
         found += [(*_of_array(leaf), *metadata) for leaf in jax.tree.leaves(entry)]
     return found
@@ -107,10 +107,6 @@ def _is_box(x: Any) -> bool:
 def _is_variable(x: Any) -> bool:
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(x, nnx.Variable)
-
-
-def _has_metadata(x: Any) -> bool:
-    return _is_box(x) or _is_variable(x)
 
 
 def _of_array(x: Any) -> tuple[Annotation, ...]:

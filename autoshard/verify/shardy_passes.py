@@ -137,7 +137,7 @@ def _record(op: Any, count: int, mesh: Mesh) -> Collective:
     axes = _moved(dims_of(op.operands[0]), after, mesh) if kind == "collective_permute" else _axes(str(op.attributes[attribute]), mesh)
     local = _local_bytes(op.results[0].type, after, mesh)
     if kind == "reduce_scatter":
-        local *= _parts(axes, mesh)  # the operand is larger
+        local *= math.prod(size for name, size in mesh.axes if name in axes)  # the operand is larger
     if kind == "all_reduce" and _is_scattered(op.results[0], axes, mesh):
         kind = "reduce_scatter"
     named = re.match(r'loc\("([^"]*)"', str(op.location))
@@ -229,10 +229,6 @@ def _axes(text: str, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes of a Shardy attribute, in mesh order, sub-axes as their axis."""
     named = {name for name, _ in _AXIS.findall(text)}
     return tuple(name for name in mesh.names if name in named)
-
-
-def _parts(axes: Sequence[str], mesh: Mesh) -> int:
-    return math.prod(size for name, size in mesh.axes if name in axes)
 
 
 def dims(sharding: str) -> list[list[tuple[str, str]]]:
