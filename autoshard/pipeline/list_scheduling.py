@@ -32,8 +32,8 @@ class Rule:
             microbatches as there are stages, that of the earliest group, and of its chunks the first one for forward tasks (Megatron-LM).
         waits_weights, waits_forward: a task that fills a gap is not started where a task that comes before it is known to arrive within so
             much of its duration.
-        reserves: whether forward tasks leave room for one microbatch of each later chunk of their stage that has none in flight. So the
-            last piece can always go on, and by induction each one before it. Without, orders may be shorter, or wait for each other
+        reserves: whether forward tasks leave room for one microbatch of each later chunk of their stage that has none before its
+            backward task. So the last piece can always go on, and by induction each one before it. Without, orders may be shorter, or wait for each other
             forever.
         more: microbatches in flight beyond those of a round trip, where forward tasks ``fill``: what is sent may take longer.
     """
@@ -268,9 +268,10 @@ class _ListScheduling:
         for p in reversed(tables.own[stage]) if self.rule.reserves else ():
             if p == piece:
                 break
-            if started[p] == finished[p]:
-                needed += tables.kept[p]
-                count += 1
+            if started[p] == self.done[BACKWARD][p]:
+                left = started[p] - finished[p]  # tasks of weights, which give up their room
+                needed += max(tables.kept[p] - left * tables.late[p], 0.0)
+                count += max(1 - left, 0)
         return self.used[stage] + needed <= self.room[stage] and self.alive[stage] + count <= tables.most[stage]
 
     def start(self, stage: int, now: float, kind: int, piece: int) -> None:

@@ -206,9 +206,10 @@ def _orders(tables: Tables, bound: float, effort: int) -> tuple[float, Orders]:
         tried = [(*_of_candidate(tables, 0, _as_it_is, Rule(reserves=True)),)]
     tries = IMPROVING // tables.n_tasks if effort == EFFORT else 0
     if tries < LEAST_TRIES:
-        return tried[0][0], tried[0][2]
-    better = (improved(tables, orders, makespan, bound, tries // FINALISTS) for makespan, _, orders in tried[:FINALISTS] if orders)
-    return min(better, key=lambda each: each[0])
+        return timed(tables, tried[0][2]), tried[0][2]  # a rule that waits, and then starts what it waited with, tells too much
+    better = (improved(tables, orders, makespan, bound, tries // FINALISTS) for makespan, _, orders in tried[:FINALISTS] if makespan < math.inf)
+    _, orders = min(better, key=lambda each: each[0])
+    return timed(tables, orders), orders
 
 
 def _of_candidate(tables: Tables, number: int, as_seen: AsSeen, rule: Rule) -> tuple[float, int, Orders]:

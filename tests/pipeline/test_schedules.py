@@ -97,6 +97,14 @@ def test_the_bubble_is_less_than_half_of_1f1bs_in_its_memory(costs):
         assert min(simulate(each.schedule, costs.divided(each.schedule.n_chunks)).bubble_fraction for each in found) <= one / 2
 
 
+@pytest.mark.parametrize("chunks", [3, 4])
+def test_orders_that_wait_for_each_other_are_not_improved(chunks):
+    """Some rules end so in three chunks or more of a V; the answer is of another one, in less than half of 1F1B's bubble."""
+    found = scheduled(Workload.alike(4, 8, EQUAL, chunks, "v"))
+    one = simulate(schedule_of("1f1b", 4, 8), EQUAL).bubble_fraction
+    assert simulate(found.schedule, EQUAL.divided(chunks)).bubble_fraction <= one / 2
+
+
 def test_gpipe_computes_all_forward_tasks_first():
     """Whatever its tasks take, and local search tries."""
     pieces = (PieceCosts(2.0, 1.0, 1.0), PieceCosts(1.0, 3.0, 0.5))
