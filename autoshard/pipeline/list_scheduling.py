@@ -32,9 +32,9 @@ class Rule:
             microbatches as there are stages, that of the earliest group, and of its chunks the first one for forward tasks (Megatron-LM).
         waits_weights, waits_forward: a task that fills a gap is not started where a task that comes before it is known to arrive within so
             much of its duration.
-        reserves: whether forward tasks leave room for one microbatch of each later chunk of their stage that has none before its
-            backward task. So the last piece can always go on, and by induction each one before it. Without, orders may be shorter, or wait for each other
-            forever.
+        reserves: whether forward tasks leave room for one microbatch of each later chunk of their stage that has none before its backward
+            task. So the last piece can always go on, and by induction each one before it. Without, orders may be shorter, or wait for each
+            other forever.
         more: microbatches in flight beyond those of a round trip, where forward tasks ``fill``: what is sent may take longer.
     """
 

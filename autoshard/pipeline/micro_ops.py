@@ -16,7 +16,8 @@ from autoshard.primitives import is_matrix
 def is_backward(micro: Micro) -> tuple[bool, ...]:
     """Per op of the body whether it belongs to the backward pass: JAX names it a transposed one, or it depends on such an op.
 
-    Where JAX names none so, it is what comes after the op at which most bytes are alive, if the program adds up arrays at all.
+    Where JAX names none so, nor any one as differentiated, it is what comes after the op at which most bytes are alive, if the program adds
+    up arrays at all. Where some are named as differentiated, this is a pass over the microbatches without gradients.
     """
     made: set[int] = set()
     found = []
@@ -27,7 +28,7 @@ def is_backward(micro: Micro) -> tuple[bool, ...]:
         if backward:
             made.update(op.results)
     arrays = any(micro.graph.values[each.part].rank for each in micro.sums)
-    if any(found) or not arrays:
+    if any(found) or not arrays or any("jvp(" in op.origin.name_stack for op in micro.body.ops):
         return tuple(found)
     turn = _fullest(micro)
     return tuple(k > turn for k in range(len(micro.body.ops)))

@@ -207,7 +207,8 @@ def _orders(tables: Tables, bound: float, effort: int) -> tuple[float, Orders]:
     tries = IMPROVING // tables.n_tasks if effort == EFFORT else 0
     if tries < LEAST_TRIES:
         return timed(tables, tried[0][2]), tried[0][2]  # a rule that waits, and then starts what it waited with, tells too much
-    better = (improved(tables, orders, makespan, bound, tries // FINALISTS) for makespan, _, orders in tried[:FINALISTS] if makespan < math.inf)
+    complete = [(makespan, orders) for makespan, _, orders in tried[:FINALISTS] if makespan < math.inf]
+    better = (improved(tables, orders, makespan, bound, tries // FINALISTS) for makespan, orders in complete)
     _, orders = min(better, key=lambda each: each[0])
     return timed(tables, orders), orders
 

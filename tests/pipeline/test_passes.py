@@ -8,7 +8,9 @@ import pytest
 
 import autoshard
 from autoshard.microbatch import passes_of
+from autoshard.pipeline.micro_ops import is_backward
 from autoshard.pipeline.passes import homes_of
+from autoshard.pipeline.stages import stages_of
 from autoshard.report.data import to_data
 from autoshard.trace import trace
 from tests.microbatch.test_several import EXPERTS, WEIGHTS, WIDE, X, Y, adversarial, balanced, sharpness_aware, symmetric
@@ -38,6 +40,13 @@ def test_results_are_those_of_the_step(step, args, tmp_path):
     for one, other in zip(expected, jax.tree.leaves(run(*args)), strict=True):
         assert np.abs(one - other).max() <= 1e-5 * np.abs(one).max()
     assert len(run.executed) == sum(len(order) for own in found.record.pipeline.passes for order in _orders(own))
+
+
+def test_a_pass_without_gradients_is_all_forward():
+    """The statistics of routers, which all layers before the last one are computed for: each stage has some of their products."""
+    first, _ = passes_of(trace(balanced, EXPERTS, X, Y), 4)
+    staged = stages_of(first.traced, 4, 4)
+    assert not any(is_backward(staged.micro)) and set(staged.cut.stages) >= {0, 1, 2, 3}
 
 
 def check_all_passes(strategy):
