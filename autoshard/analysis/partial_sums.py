@@ -47,7 +47,6 @@ class Accumulation:
 
     Attributes:
         holder: the value that is carried.
-        op: the index of the addition.
         side: the op that makes the summand.
         between: the values on the way from the addition to that op.
         carrying: those from the carried value to the addition, and from there to the next trip.
@@ -56,7 +55,6 @@ class Accumulation:
     """
 
     holder: int
-    op: int
     side: int
     between: tuple[int, ...]
     carrying: tuple[int, ...]
@@ -266,7 +264,7 @@ class _Finder:
         if side is None or not self._keeps((*after, *way), True) or not self._keeps((*after, *reversed(entering)), True):
             return None
         widened = self._values[holder.value].nbytes / self._values[self._ops[side].results[0]].nbytes
-        return Accumulation(holder.value, addition, side, way, (*entering, *after), widened)
+        return Accumulation(holder.value, side, way, (*entering, *after), widened)
 
     def follows(self, way: tuple[int, ...]) -> bool:
         """Whether all values on a way have the layout of the first."""

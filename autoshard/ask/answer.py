@@ -14,7 +14,7 @@ from autoshard.errors import StrategyError
 from autoshard.explanation import explanation_of
 from autoshard.explanation.explain import StrategyReport, explain
 from autoshard.explanation.explain_pipeline import timeline_of
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Searched
 from autoshard.explanation.tensor_report import TensorReport, explain_tensor, explain_tensor_of_stages
 from autoshard.ir.naming import is_backward
 from autoshard.pipeline.figures import stage_kinds

@@ -21,8 +21,7 @@ from autoshard.compilers.program_facts import program_facts
 from autoshard.errors import ShardingError
 from autoshard.explanation.groups import joined
 from autoshard.explanation.lint import RULES, Finding, cost_words, findings, padding
-from autoshard.explanation.program import Judged
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Judged, Searched
 from autoshard.ir import Graph, Mesh, Op, Spec, Value
 from autoshard.ir.naming import starred
 from autoshard.lower import AsItIs, Interpreter, apply, ops_by_path

@@ -16,7 +16,7 @@ from autoshard.cluster import Cluster
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.errors import ShardingError
 from autoshard.explanation.explain import GIVEN
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Searched
 from autoshard.ir import Mesh, check_divides, spec_to_layout
 from autoshard.ir.naming import matching
 from autoshard.judge.model import CostModel

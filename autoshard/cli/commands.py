@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Sequence
 from glob import glob
 from importlib.util import find_spec
+from pathlib import Path
 
 from autoshard.cli import (
     calibrate,
@@ -28,7 +30,7 @@ from autoshard.cli import (
     verify,
     what_if,
 )
-from autoshard.cli.failure import describe
+from autoshard.errors import AutoshardError
 from autoshard.version import __version__
 
 COMMANDS = (
@@ -38,6 +40,10 @@ COMMANDS = (
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/*", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/dri/*")  # as Linux shows them
 
 USAGE_ERROR = 2  # as argparse exits
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_LIBRARIES = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_MAX_SHOWN = 400  # characters of another library's message
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +69,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.debug:
             traceback.print_exc()
-        print(f"autoshard {options.command}: {describe(error)}", file=sys.stderr)
+        print(f"autoshard {options.command}: {_described(error)}", file=sys.stderr)
         return USAGE_ERROR
 
 
@@ -114,3 +120,38 @@ def parser() -> argparse.ArgumentParser:
         command.add(commands)
     return whole
 
+
+def _described(error: Exception) -> str:
+    """One paragraph: an error of ours speaks for itself; of others, what was raised, the user's line it comes from, and how to see more."""
+    if isinstance(error, AutoshardError):
+        return f"{error} Add --debug to see the traceback." if error.__cause__ else str(error)
+    what = f"{type(error).__name__}: {_shortened(str(error))}"
+    place = user_place(error)
+    if place is None:
+        return f"{what} This looks like a fault in autoshard, not in your input. Add --debug to see the traceback, and please report it."
+    return f"your program raised {what} It happened at {place}. Add --debug to see the traceback."
+
+
+def user_place(error: BaseException) -> str | None:
+    """``file:line (function)`` of the innermost line of the user's own code; None where no such line was running."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else None
+
+
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither ours nor a library's; names like ``<string>`` are nobody's."""
+    path = Path(filename)
+    if not path.is_absolute() or not path.exists():
+        return False
+    path = path.resolve()
+    ours = path.is_relative_to(_PACKAGE) and not path.is_relative_to(_PACKAGE / "demo")
+    return not ours and not any(path.is_relative_to(library) for library in _LIBRARIES)
+
+
+def _shortened(message: str) -> str:
+    """The first paragraph on one line, with a full stop."""
+    line = " ".join(message.strip().split("\n\n")[0].split())
+    line = line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."
+    return line if line.endswith((".", "!", "?")) else f"{line}."

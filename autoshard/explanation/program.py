@@ -1,4 +1,4 @@
-"""A strategy's program with its judged assignment: what an explanation knows beyond the record."""
+"""A strategy's program with its judged assignment: what an explanation knows beyond the record, and what a search leaves for the next."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from autoshard.explanation.layers import layer_of
 from autoshard.ir import Op
 from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
+from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.strategy import Record
 
 
@@ -48,3 +49,18 @@ class Judged:
     def layer(self, op: Op) -> str:
         """The layer of an op."""
         return layer_of(op.origin)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Searched:
+    """What was computed for a strategy and serves other searches of its program; none of it is saved.
+
+    Attributes:
+        facts: of the program.
+        problem: that of the strategy's mesh, with the tables that are made by now; None where nothing was searched.
+        hints: of its search.
+    """
+
+    facts: ProgramFacts
+    problem: Problem | None = None
+    hints: Hints = NO_HINTS

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoshard.explanation import Judged
 from autoshard.explanation.named import found_by
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Searched
 from autoshard.explanation.tensor import TensorExplanation
 from autoshard.explanation.tensor import explain_tensor as tensor_explanation
 from autoshard.explanation.tensor_text import tensor_parts

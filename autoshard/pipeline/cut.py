@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise, product
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -56,29 +56,6 @@ class Cut:
 
     n_stages: int
     stages: tuple[int, ...]
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The cut as numbers for a file: how many stages, then per run of operations of one stage its number plus one, and its length.
-
-        >>> Cut(2, (0, 0, EVERYWHERE, 1)).numbers
-        (2, 1, 2, 0, 1, 2, 1)
-        """
-        runs = ((stage + 1, len(list(run))) for stage, run in groupby(self.stages))
-        return (self.n_stages, *(number for run in runs for number in run))
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Cut:
-        """The cut of its numbers.
-
-        Raises:
-            PipelineError: they are no cut's.
-        """
-        n_stages, *runs = numbers or (0,)
-        stages = [stage - 1 for stage, length in zip(runs[::2], runs[1::2], strict=False) for _ in range(length)]
-        if len(runs) % 2 or n_stages < 1 or not all(EVERYWHERE <= stage < n_stages for stage in stages):
-            raise PipelineError(f"A cut is the number of stages, and pairs of a stage and a length; got {list(numbers)[:8]}... Cut again.")
-        return cls(n_stages, tuple(stages))
 
 
 Seconds = Callable[[Micro], Sequence[float]]

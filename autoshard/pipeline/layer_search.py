@@ -41,13 +41,11 @@ class Option:
     Attributes:
         mesh: the number of the mesh.
         costs: of a layer, and of all else.
-        price: seconds a byte at which it was found.
         again: the number of the recomputation of its program; None: nothing is computed again.
     """
 
     mesh: int
     costs: LayerCosts
-    price: float = 0.0
     again: int | None = None
 
 
@@ -138,7 +136,7 @@ class LayerSearch:
             if self._solved(k, 1):
                 mesh = self.meshes[k]
                 costs = self._costs(k, [answer[0] for answer in mesh.answers])
-                self.free.append(Option(k, costs, again=self.again))
+                self.free.append(Option(k, costs, self.again))
                 self.floor_seconds: float = costs.of(self.n_layers).floor_seconds
                 bounds.append(self._extended(*mesh.bounds))
         self.bound_seconds: float = min(bounds, default=0.0)
@@ -154,7 +152,7 @@ class LayerSearch:
         for k in self._lean(price, in_flight):
             if self._solved(k, 1):
                 judgements = [self._priced(k, which, price, in_flight) for which in (0, 1)]
-                found.append(Option(k, self._costs(k, judgements), price, self.again))
+                found.append(Option(k, self._costs(k, judgements), self.again))
         return found
 
     def _lean(self, price: float, in_flight: int) -> list[int]:

@@ -15,7 +15,7 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.record import Cost
 from autoshard.explanation import Judged
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Searched
 from autoshard.ir.rewrites import variant
 from autoshard.judge.model import CostModel
 from autoshard.plan.user_pins import Asked, UserPins, stage_pins

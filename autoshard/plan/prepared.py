@@ -17,7 +17,7 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, ShardingError, TraceError
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Searched
 from autoshard.ir import Mesh
 from autoshard.ir.rewrites import Microbatches, Offload, OneProgram, Recompute
 from autoshard.judge.evaluate import recomputation

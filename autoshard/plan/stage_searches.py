@@ -16,7 +16,7 @@ from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.concurrency import thread_seconds
 from autoshard.errors import InfeasibleError, OutOfTime
-from autoshard.explanation.searched import Searched
+from autoshard.explanation.program import Searched
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.ir.rewrites import Recompute

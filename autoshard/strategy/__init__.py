@@ -14,5 +14,5 @@ from autoshard.strategy.record import (
     SearcherRecord,
     StageRecord,
     TensorRecord,
+    Tried,
 )
-from autoshard.strategy.trail import Tried

@@ -17,11 +17,29 @@ from autoshard.ir import Assignment, Choice, Layout, Mesh, Spec
 from autoshard.ir.pieces import part_of
 from autoshard.ir.rewrites import Rewrite
 from autoshard.ir.rewritten import Rewritten
-from autoshard.strategy.trail import Tried
 
 SCHEMA = 4
 """Version of the written file format. Read, too: 3, in which rewrites have names of their own; 2, in which nothing is folded;
 and 1, in which the attribution of collectives is text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One form of a step: as it is, in microbatches, with recomputation, with arrays in the memory of hosts, or in stages.
+
+    Attributes:
+        form: in words.
+        outcome: what became of it, in words: ``"taken"``, ``"slower"``, ``"does not fit"``, or why it was not searched.
+        estimated_seconds, estimated_bytes: its step time and peak as they were estimated before a search; None where there is no estimate.
+        seconds, peak_bytes: of the fastest strategy that was found; None: none was.
+    """
+
+    form: str
+    outcome: str
+    estimated_seconds: float | None = None
+    estimated_bytes: float | None = None
+    seconds: float | None = None
+    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

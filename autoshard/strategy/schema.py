@@ -18,7 +18,6 @@ from autoshard.ir import Choice, Layout, Mesh, Placement, Spec, check_divides, s
 from autoshard.ir.rewrites import from_json, to_json
 from autoshard.reader import MAX_DEPTH, Node, written
 from autoshard.strategy.cost_schema import MAX_RANK, decode_cost, encode_cost, mesh_axis, spec_entry
-from autoshard.strategy.earlier import with_rewrites
 from autoshard.strategy.pipeline_schema import decode_pipeline, encode_pipeline
 from autoshard.strategy.record import (
     MEASURES,
@@ -31,9 +30,9 @@ from autoshard.strategy.record import (
     Record,
     SearcherRecord,
     TensorRecord,
+    Tried,
     plain,
 )
-from autoshard.strategy.trail import Tried
 
 MAX_AXES = 16
 LINE = 130  # characters of a report on one line
@@ -94,7 +93,7 @@ def decode(document: Node) -> Record:
         *("choices", "layouts", "copies"),
         optional=("axis_order", "placement", "confirmation", "ahead", "windows", "pipeline", "trail", "report"),
     )
-    program = _program(part["program"] if version.value == SCHEMA else with_rewrites(part["program"]))
+    program = _program(part["program"] if version.value == SCHEMA else _with_rewrites(part["program"]))
     mesh = _mesh(part["mesh"], part.get("placement"), part.get("axis_order"))
     arguments = tuple(_tensor(node, mesh) for node in part["arguments"].items())
     results = tuple(_tensor(node, mesh) for node in part["results"].items())
@@ -326,3 +325,21 @@ def _sorted(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _sorted(child) for name, child in sorted(value.items())}
     return [_sorted(child) for child in value] if isinstance(value, list) else value
+
+
+def _with_rewrites(node: Node) -> Node:
+    """A program of schema 3 or older, whose rewrites have names of their own, with these as a list, as in files of today."""
+    fields = dict(node.value) if isinstance(node.value, dict) else {}
+    if not fields.keys() & {"microbatches", "remat", "offload", "stages", "rounds"}:
+        return node
+    rewrites = [*found] if isinstance(found := fields.pop("rewrites", []), list) else [found]
+    if (remat := fields.pop("remat", None)) is not None:
+        rewrites.append({"kind": "recompute", "remat": remat})
+    microbatches, stages, rounds = (fields.pop(name, 1) for name in ("microbatches", "stages", "rounds"))
+    if stages != 1:
+        rewrites.append({"kind": "one_program", "stages": stages, "microbatches": microbatches, "rounds": rounds})
+    elif microbatches != 1:
+        rewrites.append({"kind": "microbatches", "microbatches": microbatches})
+    if leaves := fields.pop("offload", []):
+        rewrites.append({"kind": "offload", "leaves": leaves})
+    return Node(fields | {"rewrites": rewrites}, node.where)

@@ -256,7 +256,7 @@ def test_a_fault_of_ours_says_so(search, monkeypatch):
         raise KeyError("oops")
 
     monkeypatch.setattr(autoshard, "search", faulty)
-    monkeypatch.setattr("autoshard.cli.failure.user_place", lambda _: None)
+    monkeypatch.setattr("autoshard.cli.commands.user_place", lambda _: None)
     code, _, err = search()
     assert code == 2 and "fault in autoshard" in err
 
