@@ -205,8 +205,9 @@ def of_rings(facts: ProgramFacts, assignment: Assignment) -> tuple[list[Held], l
     sent, others, sizes = list[Held](), list[Held](), assignment.mesh.sizes
     for op in facts.rings:
         rule, choice = facts.rules[op.index], assignment.choice(op.index)
-        sends = [send for factor, _ in exchanges(rule, choice, sizes) for send in rule.factors[factor].sends] if rule else []
-        if rule is None or not sends:
+        assert rule is not None, "shards send arrays round as it says"
+        sends = [send for factor, _ in exchanges(rule, choice, sizes) for send in rule.factors[factor].sends]
+        if not sends:
             continue
         n, lives = len(op.operands), (facts.lifetimes.starts[op.index], facts.lifetimes.ends[op.index])
         layouts = [operand_layout(rule, choice, k) for k in range(n)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoshard.cluster import Cluster
 from autoshard.explanation.explain_pipeline import pieces_of, schedule_as, timeline_of
 from autoshard.pipeline.schedule import alive_bytes, pieces_in_flight
 from autoshard.pipeline.scheduling import Workload, scheduled
@@ -35,7 +34,7 @@ def rescheduled(plan: Plan, name: str) -> Plan:
 def _rescheduled(record: Record, pipeline: PipelineRecord, name: str) -> tuple[PipelineRecord, float, float]:
     """One pass under another schedule, how many seconds more it takes, and its peak in bytes."""
     before, lasting = schedule_as(record, pipeline), _lasting_bytes(record, pipeline)
-    limit = record.memory_limit_bytes or Cluster.from_dict(record.cluster).memory_limit_bytes
+    limit = record.limit_bytes
     pieces = pieces_of(pipeline)
     work = Workload(
         pipeline.n_parts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,10 +46,11 @@ def in_a_ring(fn: Callable, args: Any, implementation: Any, mesh: dict[str, int]
 
 def rings(strategy: Strategy) -> dict[str, Any]:
     """The choices of attention, forward and backward."""
+    assert strategy._traced is not None
     return {op.primitive: strategy.record.assignment.choice(op.index) for op in strategy._traced.graph.walk() if op.kernel is not None}
 
 
-def assert_equal(strategy: Strategy, fn: Callable, args: list[Any], tolerance: float) -> None:
+def assert_equal(strategy: Strategy, fn: Callable, args: Sequence[Any], tolerance: float) -> None:
     rng = np.random.default_rng(0)
     given = [jnp.asarray(0.1 * rng.standard_normal(x.shape) if x.dtype.kind == "f" else np.zeros(x.shape), x.dtype) for x in args]
     for found, wanted in zip(jax.tree.leaves(strategy.apply(fn)(*given)), jax.tree.leaves(jax.jit(fn)(*given)), strict=True):
@@ -110,9 +111,10 @@ def test_collectives_of_a_ring_are_those_that_are_priced(attend: Callable) -> No
     """Keys and values in seven hops, gradients in seven and one home, halves to their places: as the compiled program has them."""
     args = arrays(length=1024, width=64, heads=1, kv_heads=1, batch=1)
     strategy = in_a_ring(gradients(attend), args, CUDNN, {"x": 8})
-    by_op = dict.fromkeys((FORWARD, BACKWARD), 0)
+    by_op = dict[str, int]()
     for each in strategy.cost.collectives:
-        by_op[each.op.primitive] += each.count
+        assert each.op is not None
+        by_op[each.op.primitive] = by_op.get(each.op.primitive, 0) + each.count
     moved = {FORWARD: 10, BACKWARD: 18} if attend is causal else {FORWARD: 0, BACKWARD: 0}
     assert by_op == {FORWARD: 14 + moved[FORWARD], BACKWARD: 30 + moved[BACKWARD]}
     assert autoshard.verify(strategy, gradients(attend), *args, numbers=False).exact
@@ -139,7 +141,8 @@ def planned() -> Strategy:
 def test_a_ring_is_found_where_heads_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight heads on sixteen chips: the search divides the sequence by itself, and is faster than what it finds without."""
     found = planned()
-    assert {*rings(found)} == {FORWARD, BACKWARD} and found.record.program.rewrites[0].kernel == SPLASH.name
+    rewrite = found.record.program.rewrites[0]
+    assert {*rings(found)} == {FORWARD, BACKWARD} and isinstance(rewrite, FusedAttention) and rewrite.kernel == SPLASH.name
     permutes = [each for each in found.cost.collectives if each.kind == "collective_permute" and each.count > 2]
     assert sum(each.count * each.exposed_seconds for each in permutes) < 0.5 * sum(each.count * each.seconds for each in permutes)
     monkeypatch.setattr("autoshard.rewrite.attention.is_long", lambda problem, devices: False)
