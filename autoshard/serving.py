@@ -22,7 +22,7 @@ from autoshard.ir.rewrites import Padded
 from autoshard.plan.prepared import whole_of
 from autoshard.plan.request import Request
 from autoshard.progress import Progress, part, silent
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds, shown
+from autoshard.render import Paragraph, Report, Reported, Table, format_bytes, format_seconds, shown
 from autoshard.rewrite import padded_alike
 from autoshard.run.tracing import TracedOnce
 from autoshard.trace import Traced
@@ -79,7 +79,7 @@ class Served:
         return max((each.cost.peak_bytes for each in (self.prefill, self.decode) if each is not None), default=float("inf"))
 
 
-class Serving(Sequence[Served]):
+class Serving(Reported, Sequence[Served]):
     """The table of a search: a row for each batch size and length.
 
     Attributes:
@@ -123,12 +123,6 @@ class Serving(Sequence[Served]):
 
     def __repr__(self) -> str:
         return f"Serving of {len(self)} rows, searched for {self.objective}"
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def _cells(row: Served) -> tuple[str, ...]:

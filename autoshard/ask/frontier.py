@@ -26,7 +26,7 @@ from autoshard.plan.request import Request, given
 from autoshard.plan.user_pins import Pins
 from autoshard.progress import Progress, silent
 from autoshard.recompute import optimizer_state
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_percent, format_seconds, shown
+from autoshard.render import Paragraph, Report, Reported, Table, format_bytes, format_percent, format_seconds, shown
 from autoshard.rewrite import Padding, divisible
 from autoshard.run.collecting import rarely_collecting
 from autoshard.search import Searcher
@@ -34,7 +34,7 @@ from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Batch, outside_mesh
 
 
-class Frontier(Sequence[Strategy]):
+class Frontier(Reported, Sequence[Strategy]):
     """Strategies of one program by rising peak memory and falling step time: none is beaten in both by any that was met.
 
     Attributes:
@@ -99,12 +99,6 @@ class Frontier(Sequence[Strategy]):
 
     def __repr__(self) -> str:
         return f"Frontier of {len(self)}: {', '.join(map(repr, self.strategies))}"
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def _found_by(strategy: Strategy) -> str:

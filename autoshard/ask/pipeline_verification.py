@@ -8,11 +8,11 @@ from typing import Any
 
 from autoshard.ask.reduced_numbers import Numbers, numbers_parts
 from autoshard.pipeline.lowered import LoweredProgram
-from autoshard.render import Heading, Paragraph, Part, Report
+from autoshard.render import Heading, Paragraph, Part, Report, Reported
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineVerification:
+class PipelineVerification(Reported):
     """Predicted against actual, stage by stage.
 
     Attributes:
@@ -61,12 +61,6 @@ class PipelineVerification:
         verdict = {"exact": self.exact, "near": self.near, "as_predicted": self.as_predicted, "fits": self.fits}
         stages, numbers = [stage.to_json() for stage in self.stages], [asdict(each) for each in self.numbers]
         return {"program": self.program, "target": self.target, **verdict, "stages": stages, "numbers": numbers}
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def together(found: Sequence[tuple[LoweredProgram, Any]]) -> Any:

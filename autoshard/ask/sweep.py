@@ -25,7 +25,7 @@ from autoshard.plan.request import Request
 from autoshard.plan.user_pins import Asked
 from autoshard.progress import Progress, part, silent
 from autoshard.ray_cluster import results_on_ray
-from autoshard.render import Paragraph, Report, Table, format_between, format_bytes, format_seconds, shown
+from autoshard.render import Paragraph, Report, Reported, Table, format_between, format_bytes, format_seconds, shown
 from autoshard.run.tracing import TracedOnce
 from autoshard.strategy import Record
 from autoshard.version import __version__
@@ -143,7 +143,7 @@ def _in_words(point: SweepPoint) -> str:
     return f"{point.place} on mesh {', '.join(f'{name}={size}' for name, size in point.mesh.items())}"
 
 
-class Sweep(Sequence[SweepPoint]):
+class Sweep(Reported, Sequence[SweepPoint]):
     """The points of a sweep, in the order in which they were searched.
 
     Attributes:
@@ -218,12 +218,6 @@ class Sweep(Sequence[SweepPoint]):
 
     def __repr__(self) -> str:
         return f"Sweep of {len(self)} points, {len(self.pareto)} on the Pareto front"
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def sweep(

@@ -9,7 +9,18 @@ from typing import Any
 from autoshard.ask.reduced_numbers import Numbers, numbers_parts
 from autoshard.ask.verified_operations import OperationDifference, operation_tables
 from autoshard.ir import Mesh
-from autoshard.render import Paragraph, Part, Report, Table, format_bytes, format_count, format_flops, format_percent, format_seconds
+from autoshard.render import (
+    Paragraph,
+    Part,
+    Report,
+    Reported,
+    Table,
+    format_bytes,
+    format_count,
+    format_flops,
+    format_percent,
+    format_seconds,
+)
 from autoshard.verify import (
     TARGETS,
     Row,
@@ -22,7 +33,7 @@ PEAK_WITHIN = 0.15  # beyond it the report says so; what decides is whether it f
 
 
 @dataclass(frozen=True, slots=True)
-class Verification:
+class Verification(Reported):
     """Predicted against actual.
 
     Attributes:
@@ -166,12 +177,6 @@ class Verification:
         ratios = {"bytes_ratio": self.bytes_ratio, "flops_ratio": self.flops_ratio}
         verdict = {"exact": self.exact, "near": self.near, "as_predicted": self.as_predicted}
         return {**asdict(self), "mesh": dict(self.mesh.shape), **verdict, **ratios}
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def _collective_row(row: Row) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import CheckpointError, ClusterError
 from autoshard.explanation.groups import state_positions
 from autoshard.ir.naming import itemsize
-from autoshard.render import Paragraph, Report, Table, format_bytes, format_seconds
+from autoshard.render import Paragraph, Report, Reported, Table, format_bytes, format_seconds
 from autoshard.run.placing import put
 from autoshard.run.structure import per_argument
 from autoshard.strategy import Record, TensorRecord
@@ -51,7 +51,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class ReshardPlan:
+class ReshardPlan(Reported):
     """How a state gets from one strategy's layout to another's; prints as a report.
 
     Attributes:
@@ -147,12 +147,6 @@ class ReshardPlan:
         gone = f"On lost devices alone, to be restored from a checkpoint: {', '.join(self.missing[:8])}."
         lost = [Paragraph(gone)] if self.missing else []
         return Report(f"From {_named(self.old)} to {_named(self.new)}", (Paragraph(told), *tables, *lost))
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def reshard_plan(

@@ -24,7 +24,7 @@ from autoshard.probe.fit import constant, fit_cluster, with_constant
 from autoshard.probe.measure import Effort, measure, seconds_of
 from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, Kernel, Program, elementwise, matrix_product
 from autoshard.progress import Progress, silent
-from autoshard.render import Heading, Paragraph, Part, Report, Table, format_bytes, format_flops, format_percent, format_seconds
+from autoshard.render import Heading, Paragraph, Part, Report, Reported, Table, format_bytes, format_flops, format_percent, format_seconds
 
 DEVICE_CONSTANTS = (
     "device.flops_per_second.f32",
@@ -72,7 +72,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Calibration:
+class Calibration(Reported):
     """A calibrated cluster, and the error of the fit.
 
     Attributes:
@@ -149,12 +149,6 @@ class Calibration:
                 for s in self.samples
             ],
         }
-
-    def __str__(self) -> str:
-        return str(self.report())
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
     def _sections(self) -> list[tuple[str, list[Sample]]]:
         names = dict.fromkeys(sample.section for sample in self.samples)

@@ -132,6 +132,22 @@ class Report:
         return to_html(self)
 
 
+class Reported:
+    """What prints as its report, and shows it in Jupyter."""
+
+    __slots__ = ()
+
+    def report(self) -> Report:
+        """What it shows."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return str(self.report())
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
+
+
 # -- text -----------------------------------------------------------------------------------------------------------------
 
 
