@@ -14,29 +14,17 @@ from autoshard.version import __version__
 
 if TYPE_CHECKING:
     from autoshard import checkpoint, collectives, distributed, parameter_server, serving, testing
-    from autoshard.api import (
-        Comparison,
-        Confirm,
-        Frontier,
-        Lint,
-        Strategy,
-        Sweep,
-        SweepPoint,
-        Verification,
-        WhatIf,
-        collective_seconds,
-        compare,
-        evaluate,
-        frontier,
-        kernel_rule,
-        lint,
-        load,
-        matmul_seconds,
-        parallelize,
-        search,
-        sweep,
-        verify,
-    )
+    from autoshard.ask.comparing import Comparison, compare
+    from autoshard.ask.costs import collective_seconds, matmul_seconds
+    from autoshard.ask.frontier import Frontier, frontier
+    from autoshard.ask.kernel_rules import kernel_rule
+    from autoshard.ask.linting import Lint, lint
+    from autoshard.ask.parallelize import parallelize
+    from autoshard.ask.search import evaluate, search
+    from autoshard.ask.strategy import Strategy, WhatIf, load
+    from autoshard.ask.sweep import Sweep, SweepPoint, sweep
+    from autoshard.ask.verification import verify
+    from autoshard.ask.verified import Verification
     from autoshard.cluster import Cluster
     from autoshard.cost.record import Cost
     from autoshard.errors import (
@@ -54,6 +42,7 @@ if TYPE_CHECKING:
         TraceError,
     )
     from autoshard.ir import Collective
+    from autoshard.plan.confirm import Confirm
     from autoshard.probe import Calibration, calibrate
     from autoshard.rewrite import Padding
     from autoshard.run.diloco import DiLoCo
@@ -133,10 +122,17 @@ __all__ = [
 ]
 
 _NAMES = {
-    "api": (
-        *("Comparison", "Confirm", "Frontier", "Lint", "Strategy", "Sweep", "SweepPoint", "Verification", "WhatIf", "collective_seconds"),
-        *("compare", "evaluate", "frontier", "kernel_rule", "lint", "load", "matmul_seconds", "parallelize", "search", "sweep", "verify"),
-    ),
+    "ask.comparing": ("Comparison", "compare"),
+    "ask.costs": ("collective_seconds", "matmul_seconds"),
+    "ask.frontier": ("Frontier", "frontier"),
+    "ask.kernel_rules": ("kernel_rule",),
+    "ask.linting": ("Lint", "lint"),
+    "ask.parallelize": ("parallelize",),
+    "ask.search": ("evaluate", "search"),
+    "ask.strategy": ("Strategy", "WhatIf", "load"),
+    "ask.sweep": ("Sweep", "SweepPoint", "sweep"),
+    "ask.verification": ("verify",),
+    "ask.verified": ("Verification",),
     "cluster": ("Cluster",),
     "cost.record": ("Cost",),
     "errors": (
@@ -144,6 +140,7 @@ _NAMES = {
         *("SearchLimitError", "SearcherError", "ShardingError", "StrategyError", "TraceError"),
     ),
     "ir": ("Collective",),
+    "plan.confirm": ("Confirm",),
     "probe": ("Calibration", "calibrate"),
     "rewrite": ("Padding",),
     "run.diloco": ("DiLoCo",),

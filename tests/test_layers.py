@@ -50,7 +50,7 @@ LAYERS = (
     ("run",),  # what devices run
     ("plan",),  # of which finalists are run and compiled
     ("ask",),
-    ("collectives", "api", "parameter_server"),
+    ("collectives", "parameter_server"),
     ("checkpoint", "serving", "testing"),
     ("__init__",),  # the public names
     ("demo",),
@@ -282,7 +282,7 @@ def test_a_long_file_and_a_long_function_are_seen():
     [
         ("ir/graph.py", "from autoshard.cost import model", "'cost' is not upstream of 'ir'"),
         ("cost/model.py", "from autoshard.rules import rule", "'rules' is not upstream of 'cost'"),
-        ("search/x.py", "def f():\n    from autoshard.api import search", "'api' is not upstream"),
+        ("search/x.py", "def f():\n    from autoshard.ask.search import search", "'ask' is not upstream"),
         ("search/x.py", "from autoshard import strategy", "'strategy' is not upstream"),
         ("search/x.py", "import autoshard", "'__init__' is not upstream"),
         ("search/x.py", "from autoshard.nowhere import x", "LAYERS has no 'nowhere'"),

@@ -133,7 +133,7 @@ def search(
             pipelines: numbers of stages and of microbatches, and schedules, of which those are searched stage by stage that are faster by
             the costs of the step's own layers; the fastest of all is the answer. ``stages`` is
             then left out. ``"sharding"``: no pipeline that ``stages`` does not ask for.
-        start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`api.start`) it is
+        start: an earlier strategy, of other devices or of these, for an automatic searcher: carried over to this mesh (`plan.start`) it is
             one of the candidates, so that the answer is predicted to be no slower, and the answer where the time is over before another.
         kernels: ``"auto"``: plain attention becomes the fused kernel that JAX has for these devices, where that is predicted to be faster
             (`autoshard.rewrite.attention`). None: it stays as it is written, and a note says what that would save.
