@@ -79,7 +79,7 @@ def search_meshes(
         ShardingError: the pins leave no mesh a legal sharding.
     """
     search = _Search(
-        searcher, list(problems), solve, progress, bool(ends), finer, n_finalists=n_finalists, refused=refused, warm=warm, quick=quick
+        searcher, list(problems), solve, progress, bool(ends), finer, n_finalists, refused, warm=replace(warm, far={}), quick=quick
     )
     try:
         search.run()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoshard.cost.record import Cost
 from autoshard.inference.model import Messages
 from autoshard.problem.domains import Label
 
@@ -21,6 +23,8 @@ class Hints:
         priced_messages: as `messages`, with bytes charged at `worth`.
         least: the least objective found on other meshes, in seconds; answers that are no better need no tight bound.
         near_tensor_parallel: whether the makespan of tensor parallelism was near the best one.
+        far: of a portfolio's baselines those that were far from the best answer on another mesh, by their numbers: into how many parts the
+            batch was split there, and their cost.
         start: labels of the whole problem at which a descent may start; None: there are none.
     """
 
@@ -31,6 +35,7 @@ class Hints:
     priced_messages: Messages = field(default_factory=dict)
     least: float = math.inf
     near_tensor_parallel: bool = False
+    far: Mapping[int, tuple[int, Cost]] = field(default_factory=dict)
     start: tuple[Label, ...] | None = None
 
 

@@ -4,7 +4,8 @@
 member that comes first. So no member's answer is better. The lower bound is the greatest that any member proves, since bounds are over all
 assignments of the mesh.
 
-*Members.* The first one is run, then all others at the same time (`autoshard.concurrency`), with what it knows. All baselines are run.
+*Members.* The first one is run, then all others at the same time (`autoshard.concurrency`), with what it knows. All baselines are run, but
+on other meshes of the same search for those that were far from the best answer on one that splits the batch as well.
 Automatic searchers, which all minimise the judge's objective, are run unless the first one's answer is *settled*: the cluster waits for all
 collectives but permutes, the objective is within `Budgets.settled_gap` of the lower bound, and so is the makespan of the objective. No
 other objective can be less by more than that, and no other makespan by more than its hidden permutes and the collectives that compilers
@@ -41,7 +42,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.reductions import symmetry
 from autoshard.render import format_percent
-from autoshard.search.baselines import DataParallel, FullySharded
+from autoshard.search.baselines import DataParallel, FullySharded, n_shards
 from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.integer_programming import IntegerProgramming, LastResort
 from autoshard.search.recursive_programming import RecursiveProgramming
@@ -109,6 +110,8 @@ class Auto(Searcher):
         in_vain = False  # whether automatic members have found nothing within the limit
         too_large: list[SearchLimitError] = []
         share = 1 / (1 + len(self.members))  # of the progress, a member's; the last is for hidden communication
+        n_parts = n_shards(problem)
+        far = {number: cost for number, (n, cost) in hints.far.items() if n_parts <= n}  # no nearer on this mesh
 
         def tried(number: int, known: Hints) -> Callable[[bool], _Tried]:
             return partial(_tried, self.members[number], problem, known, part(progress, number * share, share))
@@ -117,7 +120,7 @@ class Auto(Searcher):
         for numbers in (range(1), range(1, len(self.members))):  # the others at the same time, all with what the first one knows
             folded = in_vain and symmetry.apply(problem) is not None
             settled = any(_settled(problem, solution) for solution, _ in found)
-            left = [number for number in numbers if not (self.members[number].automatic and (folded or settled))]
+            left = [k for k in numbers if k not in far and not (self.members[k].automatic and (folded or settled))]
             least = min((solution.judgement.cost.objective_seconds for solution, _ in found), default=hints.least)
             knowing = replace(hints, least=min(least, hints.least))
             tasks = [tried(number, hints if self.members[number].automatic else knowing) for number in left]
@@ -149,7 +152,8 @@ class Auto(Searcher):
             found += [(solution, self.last_resort) for solution, _ in filter(None, [last.found(progress)])]
         if not in_vain and not any(_settled(problem, solution) for solution, _ in found):
             last = part(progress, len(self.members) * share, share)
-            found += self._with_exposed_shares(problem, [solution.judgement.cost for solution, _ in found], last, hints)
+            costs = [*(solution.judgement.cost for solution, _ in found), *far.values()]
+            found += self._with_exposed_shares(problem, costs, last, hints)
         if not found:
             if not refused:
                 raise too_large[0]
@@ -158,6 +162,9 @@ class Auto(Searcher):
         (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
         near = BUDGETS.near_makespan * best.judgement.cost.makespan_seconds
         is_near = any(one.differs_by_mesh and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
+        alike = {id(one): number for number, one in enumerate(self.members) if not (one.automatic or one.differs_by_mesh)}
+        costs = [(alike[id(one)], solution.judgement.cost) for solution, one in found if id(one) in alike]
+        slow = {number: (n_parts, cost) for number, cost in costs if cost.makespan_seconds > near}
         bound = max(solution.lower_bound_seconds for solution, _ in found)
         others = tuple(
             replace(
@@ -182,7 +189,7 @@ class Auto(Searcher):
             stats={**best.stats, "members": len(found), "search_seconds": time.perf_counter() - started},
             finder=finder.name,
             others=others,
-            hints=replace(hints, near_tensor_parallel=is_near),
+            hints=replace(hints, near_tensor_parallel=is_near, far={**hints.far, **slow}),
         )
 
     def solve_again(self, problem: Problem, progress: Progress, hints: Hints) -> Solution | None:
@@ -194,7 +201,7 @@ class Auto(Searcher):
         rest = tuple(member for member in self.members if member.automatic)[1:]
         if not rest or symmetry.apply(problem) is None:
             return None
-        return replace(self, members=rest, last_resort=None).solve(problem, progress, hints)
+        return replace(self, members=rest, last_resort=None).solve(problem, progress, replace(hints, far={}))
 
     def solve_cut_mesh(self, problem: Problem, hints: Hints) -> Solution | None:
         """Tensor parallelism's answer, if its makespan was near the best on other meshes.

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 from autoshard.analysis.values import accumulators
@@ -42,7 +43,7 @@ class DataParallel(Searcher):
         """The data-parallel assignment."""
         started = time.perf_counter()
         progress("propagating the batch", 0.0)
-        return _solution(problem, problem.cached(_split_batch)[1], started, hints)
+        return _solution(problem, problem.cached(_judged_batch), started, hints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +182,7 @@ def _solution(problem: Problem, judgement: Judgement, started: float, hints: Hin
             "Use searcher='auto', more devices, or a higher memory limit.",
             judgement.cost.peak_bytes,
         )
-    split = judgement.cost.flops <= problem.cached(_split_batch)[2] or problem.mesh.size == 1
+    split = judgement.cost.flops <= problem.cached(_enough_flops) or problem.mesh.size == 1
     return Solution(
         judgement,
         min(problem.compute_bound(), judgement.cost.objective_seconds),
@@ -196,24 +197,48 @@ def split_batch(problem: Problem) -> Propagation:
     return Propagation(problem, **problem.cached(_split_batch)[0]).copy()
 
 
-def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement, float]:
-    """The propagation of a batch, its judgement, and the FLOPs of one that splits half of the work that can be split.
+def _judged_batch(problem: Problem) -> Judgement:
+    """The judgement of `split_batch`."""
+    found, judgement = problem.cached(_split_batch)
+    return problem.evaluate(Propagation(problem, **found).assignment()) if judgement is None else judgement
 
-    It is the fastest that does, or the fastest where none does.
+
+def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement | None]:
+    """The propagation of the batch, and its judgement where several were compared.
+
+    It is the fastest that splits half of the work that can be split, or the fastest where none does. Which batch that is depends on into
+    how many parts its arrays are split: meshes that split all alike share the answer.
     """
-    enough = _enough_flops(problem)
-    best: tuple[Propagation, Judgement] | None = None
-    for dim in (0, 1):
-        runs = [_propagated(problem, batch) for batch in _batches(problem, dim, problem.graph.without_examples(dim))]
-        judged = [(run, problem.evaluate(run.assignment())) for run in runs]
+    batches = [_batches(problem, dim, problem.graph.without_examples(dim)) for dim in (0, 1)]
+    split = tuple(
+        tuple((value, dim, shards(layout, problem.mesh.sizes)) for value, layout in batch.items())
+        for dim, some in enumerate(batches)
+        for batch in some
+    )
+    parts = problem.model.cluster, split
+    fastest = problem.cached_for_all_meshes(_fastest_batches)
+    if (number := fastest.get(parts)) is not None:
+        return _propagated(problem, [*chain(*batches), {}][number]).found(), None
+    enough, number = problem.cached(_enough_flops), 0
+    best: tuple[int, Propagation, Judgement] | None = None
+    for some in batches:
+        runs = [(number + k, _propagated(problem, batch)) for k, batch in enumerate(some)]
+        number += len(some)
+        judged = [(k, run, problem.evaluate(run.assignment())) for k, run in runs]
         found = [*([best] if best else []), *judged]
-        best = min(found, key=lambda one: (one[1].cost.flops > enough, one[1].cost.objective_seconds), default=None)
-        if best is not None and best[1].cost.flops <= enough:
+        best = min(found, key=lambda one: (one[2].cost.flops > enough, one[2].cost.objective_seconds), default=None)
+        if best is not None and best[2].cost.flops <= enough:
             break
     if best is None:
         whole = _propagated(problem, {})
-        best = whole, problem.evaluate(whole.assignment())
-    return best[0].found(), best[1], enough
+        best = number, whole, problem.evaluate(whole.assignment())
+    fastest[parts] = best[0]
+    return best[1].found(), best[2]
+
+
+def _fastest_batches(problem: Problem) -> dict[tuple, int]:
+    """By cluster, and how batches are split there on a mesh, the number of the fastest, of the meshes that were asked about."""
+    return {}
 
 
 def _enough_flops(problem: Problem) -> float:
@@ -233,7 +258,7 @@ def batch_dims(problem: Problem) -> dict[int, int]:
     Size and dimension are those of the arrays that, split over the mesh, split the work with least communication.
     """
     graph, state = problem.graph, _arguments_with_state(problem.graph)
-    enough = _enough_flops(problem)
+    enough = problem.cached(_enough_flops)
     found: list[tuple[bool, float, float, int, int]] = []
     for dim in (0, 1):
         for batch in _batches(problem, dim, state | graph.without_examples(dim)):
@@ -299,12 +324,13 @@ def alike_arguments(graph: Graph, dim: int, state: Collection[int]) -> Iterator[
 
 def widest(problems: Sequence[Problem]) -> int:
     """The first problem on whose mesh the batch is split over most devices: on one axis there may be more devices than examples."""
-
-    def n_shards(problem: Problem) -> int:
-        batches, sizes = _batches(problem, 0, problem.graph.without_examples(0)), problem.mesh.sizes
-        return max((shards(layout, sizes) for batch in batches for layout in batch.values()), default=1)
-
     return max(range(len(problems)), key=lambda number: (n_shards(problems[number]), -number))
+
+
+def n_shards(problem: Problem) -> int:
+    """Into how many parts the batch is split on the problem's mesh, at most."""
+    batches, sizes = _batches(problem, 0, problem.graph.without_examples(0)), problem.mesh.sizes
+    return max((shards(layout, sizes) for batch in batches for layout in batch.values()), default=1)
 
 
 def _split(problem: Problem, value: int, dim: int) -> Layout:
