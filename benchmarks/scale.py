@@ -46,7 +46,7 @@ def _deep(n: int) -> Case:
 
 
 def _long(n: int) -> Case:
-    return Case(f"{n} dense layers", partial(mlp, n), "v5e:8x8", {})
+    return Case(f"{n} dense layers", partial(mlp, n, 1024, 4096), "v5e:8x8", {})
 
 
 def _large(n: int) -> Case:
@@ -61,7 +61,7 @@ def _large(n: int) -> Case:
 CURVES = {
     "devices": (_on_h100, (4, 8, 64, 512, 4096, 65_536)),
     "layers": (_deep, (4, 8, 16, 32, 64)),
-    "operations": (_long, (30, 100, 300, 1000, 3000)),
+    "operations": (_long, (8, 25, 80, 250, 820)),
     "large": (_large, (405, 175)),
 }
 

@@ -70,21 +70,26 @@ class Communication:
             groups: of a collective in each of several groups of one axis' devices; None: among all of them.
             itemsize: bytes of a number of a sum that may cross levels in a narrow type; 0: it stays as it is.
         """
-        is_small = np.asarray(nbytes) < LEAST_BYTES if itemsize and self.is_narrow else np.True_
-        if is_small.any() and not is_small.all():
-            narrow = self.seconds(kind, np.maximum(nbytes, LEAST_BYTES), axes, groups, itemsize)
-            return np.where(is_small, self.seconds(kind, nbytes, axes, groups), narrow)  # pyright: ignore[reportReturnType] (both are arrays)
-        itemsize = 0.0 if is_small.any() else itemsize
+        if itemsize and self.is_narrow:
+            is_small = np.asarray(nbytes) < LEAST_BYTES
+            if is_small.any() and not is_small.all():
+                narrow = self.seconds(kind, np.maximum(nbytes, LEAST_BYTES), axes, groups, itemsize)
+                return np.where(is_small, self.seconds(kind, nbytes, axes, groups), narrow)  # pyright: ignore[reportReturnType] (both are arrays)
+            itemsize = 0.0 if is_small.any() else itemsize
+        else:
+            itemsize = 0.0
         key = (kind, frozenset(axes), groups, itemsize)
         lines = self._lines.get(key)
         if lines is None:
             share = self.shares.get(kind, 1.0)
             found = self._find(kind, sorted(key[1]), groups, itemsize)
             lines = self._lines[key] = tuple((fixed * share, each * share) for fixed, each in found)
-        least = _on(lines[0], nbytes)
-        for line in lines[1:]:
-            other = _on(line, nbytes)
-            least = np.minimum(least, other) if isinstance(least, np.ndarray) else min(least, other)
+        if not isinstance(nbytes, np.ndarray):
+            return min([_on(line, nbytes) for line in lines])
+        is_sent = nbytes > 0
+        least = nbytes * lines[0][1] + lines[0][0] * is_sent
+        for fixed, each in lines[1:]:
+            least = np.minimum(least, nbytes * each + fixed * is_sent)
         return least
 
     @property

@@ -18,11 +18,17 @@ from autoshard.judge.model import ALL_TO_ALL_PASSES, CostModel
 
 
 class ManyAxesModel(CostModel):
-    """The costs of a mesh of many axes: a `CostModel` but for reshards, which `reshard_seconds` computes one by one."""
+    """The costs of a mesh of many axes: a `CostModel` but for reshards, which `reshard_seconds` computes one by one, equal ones once."""
 
     def reshard_seconds(
         self, shape: tuple[int, ...], itemsize: float, portable: bool, sources: np.ndarray, targets: np.ndarray
     ) -> np.ndarray:
+        key = shape, itemsize, portable, sources.shape, sources.tobytes(), targets.shape, targets.tobytes()
+        if (found := self._matrices.get(key)) is None:
+            found = self._matrices[key] = self._computed(shape, itemsize, portable, sources, targets)
+        return found
+
+    def _computed(self, shape: tuple[int, ...], itemsize: float, portable: bool, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
         rank, n_axes = len(shape), len(self.mesh.axes)
         sizes, bits = np.array(self.mesh.sizes, float), 1 << np.arange(n_axes)
         source, target = layout_dims(sources, rank, n_axes), layout_dims(targets, rank, n_axes)
