@@ -42,7 +42,7 @@ from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, part, silent
 from autoshard.reductions import symmetry
 from autoshard.render import format_percent
-from autoshard.search.baselines import DataParallel, FullySharded, n_shards
+from autoshard.search.baselines import DataParallel, FullySharded, n_shards, split_batch
 from autoshard.search.dynamic_programming import DynamicProgramming
 from autoshard.search.integer_programming import IntegerProgramming, LastResort
 from autoshard.search.recursive_programming import RecursiveProgramming
@@ -124,6 +124,8 @@ class Auto(Searcher):
             least = min((solution.judgement.cost.objective_seconds for solution, _ in found), default=hints.least)
             knowing = replace(hints, least=min(least, hints.least))
             tasks = [tried(number, hints if self.members[number].automatic else knowing) for number in left]
+            if any(isinstance(self.members[number], DataParallel | FullySharded | TensorParallel) for number in left):
+                split_batch(problem)  # once for all, and for other meshes
             for number, outcome in zip(left, together(tasks, seconds=thread_seconds() - computed), strict=True):
                 member = self.members[number]
                 if isinstance(outcome, Solution):

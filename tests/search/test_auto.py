@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import jax
@@ -21,11 +21,29 @@ from autoshard.errors import InfeasibleError, SearchLimitError
 from autoshard.ir import Collective
 from autoshard.mesh_search.search import search_meshes
 from autoshard.problem import NO_HINTS
+from autoshard.progress import silent
 from autoshard.reductions import symmetry
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
 from autoshard.search.auto import MEMBERS, exposed_shares
+from autoshard.search.searcher import Searcher
 
 WAITING = replace(eager_cluster(), overlap=False)  # where nothing hides
+
+
+@dataclass(frozen=True)
+class Slower(Searcher):
+    """Dynamic programming's answer, said to take some times as long."""
+
+    name: ClassVar[str] = "slower"
+
+    share: float
+    calls: list = field(default_factory=list, compare=False)
+
+    def solve(self, problem, progress=silent, hints=NO_HINTS):
+        self.calls.append(problem)
+        found = DynamicProgramming().solve(problem)
+        cost = found.judgement.cost
+        return replace(found, judgement=replace(found.judgement, cost=replace(cost, makespan_seconds=self.share * cost.makespan_seconds)))
 
 
 @pytest.mark.sample(1)
@@ -220,6 +238,21 @@ def test_other_forms_are_searched_without_what_was_far_from_the_best():
     for is_near in (False, True):
         members = Auto().for_other_forms(replace(NO_HINTS, near_tensor_parallel=is_near)).members
         assert any(member.name == "tensor_parallel" for member in members) == is_near and len(members) == len(MEMBERS) - (not is_near)
+
+
+def test_a_baseline_that_is_far_from_the_best_runs_on_one_mesh_of_several():
+    """It runs again where it was near, and on a mesh that splits the batch into more parts."""
+    fn, args = PROGRAMS["mlp"]()
+    one, other = (problem_of(fn, *args, mesh=mesh) for mesh in ({"data": 8}, {"data": 4, "model": 2}))
+    for share, n in ((1.0, 2), (2.0, 1)):
+        auto, calls = Auto((DynamicProgramming(), slower := Slower(share)), last_resort=None), slower.calls
+        hints = auto.solve(one).hints
+        assert set(hints.far) == ({1} if share > 1 else set())
+        auto.solve(other, hints=hints)
+        assert len(calls) == n
+    fewer = replace(hints, far={1: (2, hints.far[1][1])})
+    auto.solve(other, hints=fewer)
+    assert len(calls) == n + 1
 
 
 @pytest.mark.sample(1)

@@ -12,7 +12,11 @@ from problems import problem_of
 from programs import gpt
 
 import autoshard
+from autoshard.cluster import Cluster
 from autoshard.demo.programs import named
+from autoshard.ir import Mesh
+from autoshard.judge.model import CostModel
+from autoshard.problem import Problem
 from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, FullySharded, TensorParallel
 from autoshard.search.baselines import split_batch
@@ -35,6 +39,22 @@ def test_the_batch_is_split_once_and_never_changed():
     sharded = FullySharded().solve(problem).assignment.choices
     assert split_batch(problem).choices == first == DataParallel().solve(problem).assignment.choices
     assert sharded == FullySharded().solve(deep(2)).assignment.choices != first
+
+
+def test_meshes_that_split_the_batch_alike_share_which_one_it_is(monkeypatch):
+    """On another mesh nothing is judged to find it, and it is the same that is found there alone; where it is split less anew."""
+    fn, args = gpt()
+    first, alone = (problem_of(fn, *args, mesh=dict(zip("ab", sizes, strict=True))) for sizes in ((4, 2), (2, 4)))
+    other = Problem(first.facts, CostModel(first.model.cluster, alone.mesh), like=first)
+    split_batch(first)
+    judged = []
+    monkeypatch.setattr(Problem, "evaluate", lambda *given, old=Problem.evaluate: judged.append(1) or old(*given))
+    found = split_batch(other)
+    assert not judged
+    assert found.layouts == split_batch(alone).layouts and found.choices == split_batch(alone).choices and judged
+    less = Problem(first.facts, CostModel(Cluster.parse("cpu:2"), Mesh.of({"a": 2})), like=first)
+    judged.clear()
+    assert split_batch(less) is not None and judged
 
 
 @pytest.mark.parametrize("searcher", [DataParallel(), FullySharded(), FullySharded(stage=1)], ids=str)
