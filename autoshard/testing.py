@@ -13,6 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def assert_collectives(
     in_specs: Any = "arguments",
     target: str | None = None,
 ) -> None:
-    """Asserts that a step has exactly the expected collectives, and no others; loops count each of their trips.
+    """Asserts that a step has exactly the expected collectives, in all its stages, and no others; loops count each of their trips.
 
     Args:
         fn, args: the step; arguments may be `jax.ShapeDtypeStruct`.
@@ -76,8 +77,9 @@ def assert_collectives(
         strategy = evaluate(fn, *args, cluster=cluster, mesh=mesh, in_specs=in_specs)
     found = Counter[tuple[str, ...]]()
     if target is None:
-        for each in strategy.cost.collectives:
-            found[each.kind, *each.mesh_axes] += each.count
+        for part in strategy.stages or [strategy]:
+            for each in part.cost.collectives:
+                found[each.kind, *each.mesh_axes] += each.count
     else:
         verified = verify(strategy, fn, *args, target=target)
         for part in verified.stages if isinstance(verified, PipelineVerification) else [verified]:
@@ -99,7 +101,7 @@ def assert_collectives(
 def _listed(strategy: Strategy) -> Iterable[str]:
     """The planned collectives with their source lines."""
     yield "Planned:"
-    for group in collective_groups(strategy.record, None):
+    for group in chain.from_iterable(collective_groups(part.record, None) for part in strategy.stages or [strategy]):
         each = f"{group.count} x {group.kind} over {', '.join(group.axes)} of {format_bytes(group.bytes)}"
         yield f"  {each}: {group.tensor}, for {group.source}"
 
