@@ -161,6 +161,16 @@ class Compiler(ABC):
         """
         return 1.0
 
+    def row_bytes(self, shape: tuple[float, ...], itemsize: float, copied_itemsize: float, added_to: bool) -> float:
+        """The bytes that copying a table costs between its own order and rows that are stored one by one; 0 where it is not copied.
+
+        Args:
+            shape: of a device's part.
+            itemsize, copied_itemsize: of a number in the table, and in the copy, which may be rounded.
+            added_to: whether rows are added to it, and not looked up.
+        """
+        return 0.0
+
     # -- memory --
 
     @abstractmethod

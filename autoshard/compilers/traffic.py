@@ -23,6 +23,8 @@ class Traffic:
         starts: how many kernels' starts it costs; 0 where it is part of another op's kernel.
         sent: the same of operands that are computed as they are read, but for where shards send parts of them: a kernel stores them then.
         before: the same of operands that another kernel makes ready, before the op reads them.
+        by_rows: of each tensor of which whole rows are looked up or added to its position, the bytes of a number of a copy whose rows are
+            stored one by one, where the compiler makes one, and how often it does in an execution of the op.
     """
 
     tensors: tuple[tuple[int, float], ...] = ()
@@ -30,6 +32,7 @@ class Traffic:
     starts: int = 0
     sent: tuple[tuple[int, float], ...] = ()
     before: tuple[tuple[int, float], ...] = ()
+    by_rows: tuple[tuple[int, float, float], ...] = ()
 
 
 def widened_bytes(itemsize: float, wide_bytes: int) -> int:

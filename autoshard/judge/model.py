@@ -235,6 +235,8 @@ class CostModel:
             seconds = self._roofline.dot_seconds(batch, m, n, k, dtype, nbytes, traffic.starts)
         else:
             seconds = self._roofline.seconds(False, flops, dtype, nbytes, traffic.starts)
+        if traffic.by_rows:
+            seconds += self._row_seconds(facts, op, choice)
         return float(seconds) + (self._seconds_before(facts, op, choice, traffic) if traffic.sent or traffic.before else 0.0)
 
     def kernel_seconds(self, kernel: Kernel, parts: int) -> float:
@@ -287,6 +289,15 @@ class CostModel:
             moved += ((tensor, nbytes) for tensor, nbytes in traffic.sent if tensor in sent)
         return self._byte_seconds * sum(nbytes / self._parts(facts, op, choice, tensor) for tensor, nbytes in moved)
 
+    def _row_seconds(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
+        """The seconds of copying tables to rows that are looked up, and back from rows that are added to."""
+        nbytes = 0.0
+        for tensor, itemsize, times in facts.traffic[op.index].by_rows:
+            value = facts.graph.values[(*op.operands, *op.results)[tensor]]
+            local = local_shape(value.shape, self._layout(facts, op, choice, tensor), self.mesh.sizes)
+            nbytes += times * facts.compiler.row_bytes(local, value.itemsize, itemsize, tensor >= len(op.operands))
+        return nbytes * self._byte_seconds
+
     def _moved(self, facts: ProgramFacts, op: Op, parts: Mapping[int, float]) -> float:
         """Bytes to and from a device's memory, by the number of parts of each tensor; products find small operands on the chip."""
         traffic = facts.traffic[op.index]
@@ -297,20 +308,22 @@ class CostModel:
 
     def _parts(self, facts: ProgramFacts, op: Op, choice: Choice, tensor: int, block: tuple[int, int] = (-1, 1)) -> float:
         """Into how many parts an op's tensor is split, operands counted first; fewer by the padding of tiles."""
-        rule = facts.rules[op.index]
-        result = tensor - len(op.operands)
-        if rule is None:
-            layout = (-1,) * len(self.mesh.axes)
-        else:
-            layout = operand_layout(rule, choice, tensor) if result < 0 else computed_layout(rule, choice, result)
+        rule, layout = facts.rules[op.index], self._layout(facts, op, choice, tensor)
         count = shards(layout, self.mesh.sizes)
         if rule is not None and any(block[0] in dim for dim in (*rule.operands, *rule.results)[tensor]):
             count *= block[1]
-        value = op.operands[tensor] if result < 0 else op.results[result]
+        value = (*op.operands, *op.results)[tensor]
         minor = facts.fusion.minor[value]
         if minor is None:
             return count
         return count / facts.compiler.padding(local_shape(facts.graph.values[value].shape, layout, self.mesh.sizes), minor)
+
+    def _layout(self, facts: ProgramFacts, op: Op, choice: Choice, tensor: int) -> Layout:
+        """The layout in which an op reads an operand, or makes a result before that is combined; operands count first."""
+        rule, result = facts.rules[op.index], tensor - len(op.operands)
+        if rule is None:
+            return (-1,) * len(self.mesh.axes)
+        return operand_layout(rule, choice, tensor) if result < 0 else computed_layout(rule, choice, result)
 
     def least_op_seconds(self, facts: ProgramFacts, op: Op) -> float:
         """The seconds of an op if all devices shared its work and its memory traffic evenly: no choice takes less.

@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.op_patterns import MOST_OF, stands_alone
+from autoshard.compilers.tpu.tables import tables_by_rows
 from autoshard.compilers.traffic import Traffic, traffic_by_op, widened_bytes
 from autoshard.ir import Graph, Op
 from autoshard.primitives import is_matrix, is_reduction, is_scatter
@@ -90,7 +91,8 @@ class _Kernels:
             Traffic(tuple(moved), _summed(passes), starts, before=self._reversed(op))
             for op, moved, passes, starts in zip(self.ops, self.moved, self.passes, self.starts, strict=True)
         )
-        apart = (replace(plain, passes=self._zeros(op)) for op, plain in zip(self.ops, by_op, strict=True))
+        rows = tables_by_rows(self.graph, self.fusion)
+        apart = (replace(plain, passes=self._zeros(op), by_rows=rows.get(op.index, ())) for op, plain in zip(self.ops, by_op, strict=True))
         return tuple(plain if one else own for plain, own, one in zip(apart, found, alone, strict=True))
 
     def _zeros(self, op: Op) -> tuple[tuple[int, float], ...]:

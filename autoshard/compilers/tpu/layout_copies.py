@@ -10,13 +10,10 @@ from autoshard.analysis.demanded_precision import is_narrow
 from autoshard.compilers.buffer_assignment import read_in
 from autoshard.compilers.buffers import Held
 from autoshard.compilers.program_facts import ProgramFacts
+from autoshard.compilers.tpu.tables import are_added_to_by_rows, are_looked_up_by_rows
 from autoshard.compilers.tpu.tiling import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
-
-# Tables that rows are added to are stored row by row up to this share of the memory.
-# evidence: largest tables that rows are added to
-MOST_ADDED_TO = 0.05
 
 
 def _first_read_in(facts: ProgramFacts, assignment: Assignment, op: Op, value: int) -> Layout:
@@ -85,8 +82,8 @@ def _short_rows(facts: ProgramFacts, assignment: Assignment) -> Iterator[tuple[O
         local = local_shape(value.shape, target, assignment.mesh.sizes)
         moved = facts.makers[table] is None and target != own
         whole = value.rank > 0 and op.params["slice_sizes"][-1] == value.shape[-1]
-        if whole and not moved and math.prod(local[:-1]) >= LANES and (padded := by_rows(local, value.itemsize)) > padding(local):
-            yield op, math.prod(local) * value.itemsize * padded
+        if whole and not moved and are_looked_up_by_rows(local, value.itemsize):
+            yield op, math.prod(local) * value.itemsize * by_rows(local, value.itemsize)
 
 
 def for_scatters(facts: ProgramFacts, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:
@@ -118,12 +115,10 @@ def _added_by_rows(facts: ProgramFacts, assignment: Assignment, partials: Mappin
         (total,), added = op.results, op.operands[2]
         layout = partials[op.index].source if op.index in partials else assignment.layout(total)
         local = local_shape(values[total].shape, layout, mesh) or (1.0,)
-        padded = tiled(local[-1], math.prod(local[:-1]))
-        nbytes = math.prod(local) * values[total].itemsize * padded
         inserted = op.params["dimension_numbers"].inserted_window_dims
         whole = values[added].shape[-1:] == values[total].shape[-1:] and len(local) - 1 not in inserted
-        if whole and math.prod(local[:-1]) >= LANES and padded != padding(local) and nbytes <= MOST_ADDED_TO * memory:
-            yield op, nbytes
+        if whole and are_added_to_by_rows(local, values[total].itemsize, memory):
+            yield op, math.prod(local) * values[total].itemsize * tiled(local[-1], math.prod(local[:-1]))
 
 
 def for_updates(facts: ProgramFacts, assignment: Assignment, partials: Mapping[int, Step]) -> Iterator[Held]:

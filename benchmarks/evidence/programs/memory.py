@@ -8,7 +8,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 
-from benchmarks.evidence.measures import PEAK, copies, in_fast_memory
+from benchmarks.evidence.measures import COPYING, PEAK, copies, in_fast_memory
 from benchmarks.evidence.program import BF16, F32, SPLIT, Program, leaf, named, program
 
 MIB = 2**20
@@ -113,6 +113,14 @@ for (width, dtype), share in product(((4, F32), (32, F32), (4, BF16)), (0.049, 0
     args = (leaf(kinds // 200, dtype=jnp.int32), leaf(kinds // 200, width, dtype=dtype))
     title = f"{kinds} sums of {kinds // 200} rows of {width} in {jnp.dtype(dtype)}"
     named(title, Program(partial(summed_by_kind, kinds=kinds), args, PEAK))
+
+# -- copies of tables -----------------------------------------------------------------------------------------------------------
+
+for (kinds, added), width, dtype in product(((1 << 20, 8192), (1 << 15, 1024)), (8, 64), (F32, BF16)):
+    function, args = partial(summed_by_kind, kinds=kinds), (leaf(added, dtype=jnp.int32), leaf(added, width, dtype=dtype))
+    named(f"{kinds} sums of {added} rows of {width} in {jnp.dtype(dtype)}", Program(function, args, COPYING))
+
+named("a table of 1048576 rows of 64 looked up", Program(looked_up, (leaf(1 << 20, 64, dtype=F32), leaf(1024, dtype=jnp.int32)), COPYING))
 
 # -- updates of tables -------------------------------------------------------------------------------------------------------
 
