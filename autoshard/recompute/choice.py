@@ -1,7 +1,8 @@
 """What a block keeps between its passes: a minimum cut at a price for bytes, one for each class of equal segments.
 
 Each equation of the forward pass is run again or not, each value that is read again is kept or made again: least seconds of what is run
-again plus the price of what is kept, exactly, as a minimum cut. Equal segments are cut once.
+again plus the price of what is kept, exactly, as a minimum cut. Equal segments are cut once. What the first equations make may have
+another price, which leads to choices between those of one price.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import Var
@@ -37,6 +39,25 @@ class _Segment:
     carried: tuple[tuple[float, bool], ...]
 
 
+class _Prices(NamedTuple):
+    """Prices of bytes: of those that the first equations of a segment make, and of the others."""
+
+    first: float
+    others: float
+    n_first: int
+
+    @classmethod
+    def of(cls, first: float, others: float, n_first: int, n: int) -> _Prices:
+        """The prices of ``n`` equations, the same where they are of all of them."""
+        if n_first >= n:
+            return cls(first, first, 0)
+        return cls(first, others, n_first) if n_first > 0 else cls(others, others, 0)
+
+    def at(self, k: int) -> float:
+        """That of an equation; what a trip starts with is equation -1."""
+        return self.first if k < self.n_first else self.others
+
+
 class Chooser:
     """The choice of what a block keeps, at any price.
 
@@ -56,7 +77,7 @@ class Chooser:
         self._bounds = list(pairwise(ends))
         self._fixed = block.returned | self._early()
         self._segments = [self._segment(start, stop) for start, stop in self._bounds]
-        self._cuts: dict[tuple[_Segment, float], frozenset[int]] = {}
+        self._cuts: dict[tuple[_Segment, _Prices], frozenset[int]] = {}
 
     def _segment(self, start: int, stop: int) -> _Segment:
         block = self.block
@@ -96,22 +117,23 @@ class Chooser:
             found.update((v, segment_of(self.places, k)) for v in variables(eqn.invars))
         return found
 
-    def kept(self, price: float, lower: float | None = None, first: int = 0) -> frozenset[Var]:
+    def kept(self, price: float, lower: float = 0.0, share: float = 1.0) -> frozenset[Var]:
         """What is kept where a byte costs so many seconds.
 
         The last segment keeps everything, since its backward pass runs at once, except a loop's trip. So does one of which nothing that
         takes time is run again: compilers do that by themselves.
 
         Args:
-            lower: the price of bytes of all segments but the first ones; None: that of all.
-            first: how many these are.
+            lower: the price of bytes that are made after the first share of the equations.
+            share: that share.
         """
         block, again = self.block, set[int]()
+        until = round(share * block.turn)
         last = len(self._bounds) - 1
-        for number, ((start, _), segment) in enumerate(zip(self._bounds, self._segments, strict=True)):
+        for number, ((start, stop), segment) in enumerate(zip(self._bounds, self._segments, strict=True)):
             if number == last and not self._is_trip:
                 continue
-            key = segment, price if lower is None or number < first else lower
+            key = segment, _Prices.of(price, lower, until - start, stop - start)
             if key not in self._cuts:
                 self._cuts[key] = _cut(*key)
             found = self._cuts[key]
@@ -135,12 +157,12 @@ class Chooser:
         return sum(self._seconds[k] or 0.0 for k in self.block.again(kept))
 
 
-def _cut(segment: _Segment, price: float) -> frozenset[int]:
+def _cut(segment: _Segment, prices: _Prices) -> frozenset[int]:
     """The equations of a segment that are run again; of several best choices the fewest."""
     from scipy.sparse import csr_matrix
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    tails, heads, costs = zip(*_edges(segment, price), strict=True) if segment.seconds or segment.carried else ((), (), ())
+    tails, heads, costs = zip(*_edges(segment, prices), strict=True) if segment.seconds or segment.carried else ((), (), ())
     cost, n = np.array(costs), len(segment.seconds)
     finite = np.isfinite(cost)
     total = cost[finite].sum()
@@ -156,7 +178,7 @@ def _cut(segment: _Segment, price: float) -> frozenset[int]:
     return frozenset(int(one) - 2 for one in reached if 2 <= one < 2 + n)
 
 
-def _edges(segment: _Segment, price: float) -> Iterator[tuple[int, int, float]]:
+def _edges(segment: _Segment, prices: _Prices) -> Iterator[tuple[int, int, float]]:
     """The graph that is cut: tail, head and cost; source 0, sink 1, then equations, their results, and carries."""
     n = len(segment.seconds)
     first = [*accumulate(map(len, segment.results), initial=2 + n)]
@@ -164,12 +186,12 @@ def _edges(segment: _Segment, price: float) -> Iterator[tuple[int, int, float]]:
     for k, seconds in enumerate(segment.seconds):
         yield 0, 2 + k, np.inf if seconds is None else seconds
         for number, (held, needed, fixed) in enumerate(segment.results[k]):
-            yield 2 + k, first[k] + number, 0.0 if fixed else price * held
+            yield 2 + k, first[k] + number, 0.0 if fixed else prices.at(k) * held
             if needed:
                 yield first[k] + number, 1, np.inf
         for by, result in set(segment.reads[k]):
             yield carry + result if by < 0 else first[by] + result, 2 + k, np.inf
     for number, (held, needed) in enumerate(segment.carried):
-        yield 0, carry + number, price * held
+        yield 0, carry + number, prices.at(-1) * held
         if needed:
             yield carry + number, 1, np.inf

@@ -29,6 +29,8 @@ from autoshard.trace.structure import around, opened, subjaxprs
 
 LEAST_SAVED = 0.01  # of what is kept without recomputation: a choice that saves no more than that over a faster one is left out
 STEP = 0.1  # of what is kept without recomputation: two choices that are further apart have others between them
+NEAR = STEP / 4  # of that: a choice between two others that is nearer to where it should be is near enough
+MOST_TRIED = 6  # choices for one of these
 HOSTED = (0.5, 1.0)  # shares of what is kept that are tried in the memory of hosts
 PRICES = tuple(10.0**k for k in np.arange(-2.0, 3.01, 0.25))  # of a byte, times all that could be run again by all that is kept
 
@@ -118,19 +120,32 @@ class Options:
         return tuple(found)
 
     def _between(self, more: tuple[Remat, float], less: tuple[Remat, float]) -> list[Remat]:
-        """Choices of which the first segments keep less and the others more, of two choices with their prices that are far apart.
+        """Choices of which the first equations have the price of one choice and the others that of another, which are far apart.
 
         Equal segments have the same best choice at any price, so that prices alone lead from all of these to none.
         """
-        kept, n = (each.kept_bytes for each, _ in (more, less)), len(self._places)
-        steps = ceil((next(kept) - next(kept)) / (STEP * less[0].plain_bytes))
-        some = sorted({round(n * k / steps) for k in range(1, steps)} - {0, n})
-        found, apart = [more[0]], LEAST_SAVED * less[0].plain_bytes
-        for first in some:
-            each = self.at(less[1], "auto", lower=more[1], first=first)
-            if less[0].kept_bytes + apart < each.kept_bytes < found[-1].kept_bytes - apart:
+        (most, lower), (least, price) = more, less
+        known, near, whole = {0.0: most, 1.0: least}, NEAR * least.plain_bytes, most.kept_bytes - least.kept_bytes
+        steps = ceil(whole / (STEP * least.plain_bytes))
+        for wanted in (most.kept_bytes - whole * k / steps for k in range(1, steps)):
+            for _ in range(MOST_TRIED):
+                if min(abs(each.kept_bytes - wanted) for each in known.values()) < near:
+                    break
+                share = self._share(known, wanted)
+                known[share] = self.at(price, "auto", lower=lower, first=share)
+        found = [least]
+        for each in sorted(known.values(), key=lambda each: each.kept_bytes):
+            if found[-1].kept_bytes + near < each.kept_bytes < most.kept_bytes - near and each.seconds < found[-1].seconds:
                 found.append(each)
-        return found[1:]
+        return found[:0:-1]
+
+    def _share(self, known: Mapping[float, Remat], nbytes: float) -> float:
+        """With which share of the first equations about so many bytes are kept: at the end of a segment, if one is between known shares."""
+        above = max(share for share, each in known.items() if each.kept_bytes >= nbytes)
+        below = min(share for share, each in known.items() if each.kept_bytes < nbytes and share > above)
+        found = above + (below - above) * (known[above].kept_bytes - nbytes) / (known[above].kept_bytes - known[below].kept_bytes)
+        ends = [place / self.passes.turn for place in self._places if above < place / self.passes.turn < below]
+        return min(ends, key=lambda end: abs(end - found), default=(above + below) / 2)
 
     @cached_property
     def replaced(self) -> tuple[Remat, ...]:
@@ -148,19 +163,19 @@ class Options:
         plain = self.at(0.0, "auto").plain_bytes
         return sum(map(self._seconds, self.passes.whole.ops[: self.passes.turn])) / plain if plain else 0.0
 
-    def at(self, price: float, mode: str, share: float = 0.0, lower: float | None = None, first: int = 0) -> Remat:
+    def at(self, price: float, mode: str, share: float = 0.0, lower: float = 0.0, first: float = 1.0) -> Remat:
         """The choice at a price, in seconds a byte.
 
         Args:
             share: of the bytes that are kept and may be on hosts those that are, the first of the forward pass.
-            lower: the price in loops, and of all segments outside of them but the first ones; None: that of all.
-            first: how many these are.
+            lower: the price of what is made after the first share of the equations, in each trip of a loop as outside of them.
+            first: that share.
         """
         scans: dict[int, JaxprEqn] = {}
         loops: list[LoopKept] = []
         held = plain = seconds = hosted = 0.0
         for pair, chooser in self._pairs:
-            kept = chooser.kept(price if lower is None else lower)
+            kept = chooser.kept(price, lower, first)
             length, block = pair.forward.params["length"], pair.block
             without = length * sum(map(nbytes, block.needed))
             plain += without

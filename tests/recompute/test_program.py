@@ -101,6 +101,18 @@ def test_some_of_equal_layers_are_computed_again():
     compared(traced, applied(Recompute(some), traced))
 
 
+@pytest.mark.slow
+def test_part_of_a_trip_is_computed_again():
+    """Two prices in a trip, of what its first equations make and of the others, lead to choices between those of one price."""
+    traced = trace(*flattened(PROGRAMS["llama scanned"]()))
+    every = options_of(traced).all
+    shares, seconds = [each.kept_bytes / each.plain_bytes for each in every], [each.seconds for each in every]
+    assert max(one - other for one, other in pairwise((1.0, *shares))) < 0.15 and seconds == sorted(seconds)
+    some = min(every, key=lambda each: abs(each.kept_bytes / each.plain_bytes - 0.5))
+    assert len(some.loops) == 1
+    compared(traced, applied(Recompute(some), traced))
+
+
 def test_all_layers_are_computed_again_as_by_hand():
     """Full recomputation runs the products again that `jax.checkpoint` around each layer does, but for those that its policy saves too."""
     make = PROGRAMS["gpt"]
