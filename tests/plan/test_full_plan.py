@@ -129,7 +129,7 @@ def test_the_forms_of_a_full_search_are_in_its_trail(found):
 def test_a_pipeline_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
     """The search of each has its own seconds of one core; one that ends early before those was interrupted, and ends all."""
     plain, pipeline = found
-    early = Strategy(replace(pipeline.record, stats={"ended_early": 1}), pipeline._traced, parts=pipeline.stages)
+    early = Strategy(replace(pipeline.record, stats={"ended_early": 1}), pipeline._traced, passes=pipeline.passes)
     for computing, expected in ((CORE_SECONDS, [None, None]), (0.0, [None])):
         clock = iter([0.0, 0.0, 0.0, computing, 0.0, 0.0])
         monkeypatch.setattr("autoshard.plan.full_plan.thread_seconds", clock.__next__)
