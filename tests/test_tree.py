@@ -31,7 +31,6 @@ TESTED_BY = {
     "search/pin_report.py": "search/test_sharding_propagation.py",
     "search/propagation.py": "search/test_sharding_propagation.py",
     "search/recursive_programming.py": "search/test_searchers.py",
-    "search/searcher.py": "search/test_searchers.py",
 }
 
 
