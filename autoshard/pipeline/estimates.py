@@ -22,6 +22,17 @@ MOST_MICROBATCHES = 64  # times the number of stages
 FIRST_MICROBATCHES = 4  # times the number of stages, the fewest that are tried: the bubble is 20 % then
 
 
+def has_parts(cluster: Cluster, n_stages: int) -> bool:
+    """Whether a cluster has so many equal parts."""
+    if cluster.n_devices % n_stages:
+        return False
+    try:
+        cluster.part(n_stages)
+    except ClusterError:
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Estimator:
     """What is estimated of a step: its layers, on a cluster, as they are asked for."""
@@ -43,23 +54,13 @@ class Estimator:
             numbers = [n for n in numbers if n == self.asked.microbatches]
         for n_stages in self.asked.stages or range(1, min(self.layers.count, self.cluster.n_devices) + 1):
             possible = [n for n in numbers if n_stages == 1 or n > 1]
-            if not possible or not self.schedules(Candidate(n_stages, possible[-1])) or not self.has_parts(n_stages):
+            if not possible or not self.schedules(Candidate(n_stages, possible[-1])) or not has_parts(self.cluster, n_stages):
                 continue
             wanted = 1 if n_stages == 1 else FIRST_MICROBATCHES * n_stages
             first = min(possible, key=lambda n: (abs(math.log(n / wanted)), n))
             most = max(MOST_MICROBATCHES * n_stages, first)
             found += [Candidate(n_stages, n) for n in possible if n <= most and n % first == 0 and (n // first).bit_count() == 1]
         return found
-
-    def has_parts(self, n_stages: int) -> bool:
-        """Whether the cluster has so many equal parts."""
-        if self.cluster.n_devices % n_stages:
-            return False
-        try:
-            self.cluster.part(n_stages)
-        except ClusterError:
-            return False
-        return True
 
     def best(self, candidate: Candidate, meshes: Sequence[OnMesh], options: Sequence[Option]) -> list[Estimate]:
         """The best plan of each schedule that fits, of stages that all have one mesh, and one of these options each.

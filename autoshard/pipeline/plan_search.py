@@ -196,7 +196,7 @@ class Planning:
         """The lower bounds of the candidate's makespan."""
         known, n_stages = self.known[candidate], candidate.n_stages
         filling = (n_stages - 1) * self.fill * known.floor
-        return Bounds((known.computing + filling) / n_stages, (known.work + filling) / n_stages)
+        return Bounds((known.computing + filling) / n_stages, (known.work + filling) / n_stages, n_stages)
 
     def next(self, n_stages: int | None) -> Candidate | None:
         """The candidate to search, of those whose bounds promise a gain: the first of each number of stages, then that of the best guess.

@@ -21,6 +21,7 @@ Two chunks a stage halve it; ZB-H1 fills what the gradients of weights take, a t
 among what is found by itself, and more chunks.
 """
 
+ESTIMATE_ERROR = 0.1  # of a pipeline's step time: its stages, searched one by one, take less than is estimated by no more
 
 Recomputing = Callable[[Traced], "Traced | None"]
 """From the step, or one of fewer layers, to a program that computes again what it does not keep; None where that saves little."""
@@ -105,10 +106,11 @@ class Estimate:
 
 
 class Bounds(NamedTuple):
-    """Lower bounds of a candidate's makespan: of computing alone, and of the time without overlap."""
+    """Lower bounds of a candidate's makespan: of computing alone, and of the time without overlap; and its number of stages."""
 
     computing_seconds: float
     objective_seconds: float
+    n_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,12 @@ class Plans:
     bounds: tuple[Bounds, ...]
     n_searched: int
     ended_early: bool = False
+
+    def promised(self, candidate: Candidate) -> float:
+        """Seconds than which a candidate is hardly faster: by its own estimates, or else by computing alone in as many stages."""
+        if own := [each.makespan_seconds for each in self.ranked if each.candidate == candidate]:
+            return min(own) * (1 - ESTIMATE_ERROR)
+        return min((each.computing_seconds for each in self.bounds if each.n_stages == candidate.n_stages), default=0.0)
 
     @property
     def least_seconds(self) -> float:

@@ -2,8 +2,9 @@
 
 The step without stages is searched first, as it is without ``plan``, in any number of microbatches and with any recomputation: no answer is
 slower. Numbers of stages and of microbatches are then ranked by the costs of the step's layers (`autoshard.pipeline.plan_search`), and what
-is promised to be faster is searched stage by stage as `search(stages=)` does. The answer is the fastest strategy by its own step time. A
-lower bound of all plans is in its notes and in ``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
+is promised to be faster is searched stage by stage. So is at last what ``stages=2``, 4 or 8 alone would search, unless its bounds or its
+estimates say that it is slower. The answer is the fastest strategy by its own step time. A lower bound of all plans is in its notes and in
+``stats['plan_bound_seconds']``; that of the record is of its own mesh or stages.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from functools import partial
 from itertools import chain
 from typing import Protocol
 
-from autoshard.cluster import Cluster
 from autoshard.concurrency import thread_seconds
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
 from autoshard.explanation.comparison import figures_of_record
@@ -30,12 +30,14 @@ from autoshard.progress import Progress, part
 from autoshard.render import format_percent, format_seconds
 from autoshard.strategy import Tried
 
-TRIES = 2  # pipelines that are searched stage by stage
-STAGES = (2, 4)  # that are tried for a step without equal layers
+TRIES = 2  # pipelines that are searched stage by stage since they are estimated to be fastest
+STAGES = (2, 4)  # of one program, that are compared
+STAGES_ALONE = (2, 4, 8)  # of programs of their own, for which an answer is no slower than with that number of stages alone
 SHARE = 0.4  # of a time limit, for the comparison of plans, and for the search without stages
 DEEP_OPS = 10_000  # of a step of more pipelines have to promise more
 DEEP_GAIN = 0.05  # of such a step's seconds, that is worth the searches of a pipeline: they take minutes
 CORE_SECONDS = 60.0  # of one core, not of the clock, in which plans are compared, and in which a pipeline is searched without a limit
+ALONE_SECONDS = 20.0  # of one core, in which what stages alone would search is searched, beside what is estimated to be fastest
 REFUSED = (ClusterError, InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
 
@@ -52,12 +54,12 @@ class Whole(Protocol):
 
 
 class StagedSearch(Protocol):
-    """The search of a pipeline of a number of stages: as a plan says, or None for any; within some seconds, or None for no limit.
+    """The search of a pipeline: as a plan says, or of a number of stages and of microbatches; the fastest comes first.
 
-    The fastest comes first.
+    It is within some seconds, or, where these are None, within some of one core.
     """
 
-    def __call__(self, n_stages: int, like: Estimate | None, seconds: float | None, /) -> Sequence[Plan]: ...
+    def __call__(self, like: Estimate | Candidate, core_seconds: float, seconds: float | None, /) -> Sequence[Plan]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +69,19 @@ class Searches:
     Attributes:
         whole: of the step without stages.
         plans: of numbers of stages and microbatches; None where the step has no equal layers.
-        staged: of a pipeline; it ends by itself after `CORE_SECONDS`.
+        staged: of a pipeline.
+        alone: makes the numbers of stages and microbatches that are searched where stages alone are asked for.
     """
 
     whole: Whole
     plans: Comparing
     staged: StagedSearch
+    alone: Callable[[], Sequence[Candidate]] = tuple
 
 
 def fullest(
     searches: Searches,
-    cluster: Cluster,
+    error: float,
     limit_seconds: float | None,
     progress: Progress,
     ends: tuple[type[BaseException], ...] = (),
@@ -85,6 +89,7 @@ def fullest(
     """The strategies of all searches, fastest first.
 
     Args:
+        error: the share by which predicted ratios of two plans' times are off.
         ends: the exceptions after which the best strategy so far is the answer, if there is one.
 
     Raises:
@@ -100,18 +105,29 @@ def fullest(
             plans = searches.plans(part(progress, 0.3, 0.3), exploring, CORE_SECONDS, search.fastest)
         if plans is not None and plans.ended_early:
             search.until = -math.inf
-        for n_stages, like in _pipelines(plans, cluster):
-            is_over = search.found and time.perf_counter() >= search.until
-            if search.tried == TRIES or is_over or (like is not None and like.makespan_seconds >= search.fastest):
+        for like in _pipelines(plans):
+            if search.tried == TRIES or search.is_over or like.makespan_seconds >= search.fastest:
                 break
-            search.tried += search.keep(partial(searches.staged, n_stages, like), computing_seconds=CORE_SECONDS)
+            search.tried += search.keep(partial(searches.staged, like, CORE_SECONDS), computing_seconds=CORE_SECONDS)
+        _as_alone(search, searches, plans)
     except ends:
         if not search.found:
             raise
     if not search.found:
         assert search.failure is not None
         raise search.failure
-    return _answer(search.found, plans, cluster.device.pair_error)
+    return _answer(search.found, plans, error)
+
+
+def _as_alone(search: _Searching, searches: Searches, plans: Plans | None) -> None:
+    """Searches what stages alone would, of what may be faster than all that is found."""
+    started, most = thread_seconds(), TRIES * CORE_SECONDS if plans is None else ALONE_SECONDS
+    for each in searches.alone():
+        left = most - (thread_seconds() - started)
+        if search.is_over or left <= 0:
+            break
+        if plans is None or plans.promised(each) < search.fastest:
+            search.keep(partial(searches.staged, each, left), computing_seconds=left)
 
 
 @dataclass(slots=True)
@@ -129,6 +145,11 @@ class _Searching:
     found: list[Sequence[Plan]] = field(default_factory=list)
     failure: AutoshardError | None = None
     tried: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether something is found and the time is over."""
+        return bool(self.found) and time.perf_counter() >= self.until
 
     @property
     def fastest(self) -> float:
@@ -158,23 +179,10 @@ class _Searching:
         return True
 
 
-def _pipelines(plans: Plans | None, cluster: Cluster) -> list[tuple[int, Estimate | None]]:
-    """Numbers of stages to search with their plans, the most promising first; of equal numbers of microbatches the fastest schedule."""
-    if plans is None:
-        return [(n, None) for n in STAGES if _has_parts(cluster, n)]
-    of_numbers: dict[Candidate, Estimate] = {}
-    for each in plans.ranked:
-        if each.candidate.n_stages > 1:
-            of_numbers.setdefault(each.candidate, each)
-    return [(each.candidate.n_stages, each) for each in of_numbers.values()]
-
-
-def _has_parts(cluster: Cluster, n_stages: int) -> bool:
-    try:
-        cluster.part(n_stages)
-    except ClusterError:
-        return False
-    return True
+def _pipelines(plans: Plans | None) -> list[Estimate]:
+    """Plans of pipelines, the most promising first; of equal numbers of stages and microbatches the fastest schedule."""
+    ranked = () if plans is None else (each for each in plans.ranked if each.candidate.n_stages > 1)
+    return list({each.candidate: each for each in reversed(list(ranked))}.values())[::-1]
 
 
 def figures_of_plan(plan: Plan) -> Figures:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -15,23 +16,24 @@ from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.concurrency import thread_seconds
-from autoshard.errors import InfeasibleError, OutOfTime
+from autoshard.errors import InfeasibleError, OutOfTime, TraceError
 from autoshard.explanation.program import Searched
 from autoshard.ir import Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.ir.rewrites import Recompute
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import timed
+from autoshard.pipeline.estimates import has_parts
 from autoshard.pipeline.plan_search import Planning
 from autoshard.pipeline.plans import Asked as Wanted
-from autoshard.pipeline.plans import Estimate, Plans
+from autoshard.pipeline.plans import Candidate, Estimate, Plans
 from autoshard.pipeline.stages import Stage
 from autoshard.plan.confirm import noted
 from autoshard.plan.found_pipelines import USUAL
-from autoshard.plan.full_plan import CORE_SECONDS, DEEP_GAIN, DEEP_OPS, Searches, fullest
+from autoshard.plan.full_plan import DEEP_GAIN, DEEP_OPS, STAGES_ALONE, Searches, fullest
 from autoshard.plan.meshes import check_covers, meshes_of, most_axes
 from autoshard.plan.offloading import check_offload
-from autoshard.plan.pipelining import pipelined
+from autoshard.plan.pipelining import numbers_of_microbatches, pipelined
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import (
     RESERVE,
@@ -366,15 +368,22 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
         own = planning()
         return None if own is None else own.run(*limits)
 
-    def staged(n_stages: int, like: Estimate | None, left: float | None) -> Sequence[Plan]:
+    def staged(like: Estimate | Candidate, core_seconds: float, left: float | None) -> Sequence[Plan]:
         progress = part(call.progress, 0.6, 0.4)
         if left is None:
-            left, progress = math.inf, timed(progress, CORE_SECONDS, thread_seconds)
-        own, again_of_it = replace(request, seconds=left, stages=n_stages, plan="sharding"), None
-        if like is not None:
-            own = replace(own, microbatches=like.candidate.n_microbatches, schedule=like.schedule, mesh=dict(like.mesh.shape))
+            left, progress = math.inf, timed(progress, core_seconds, thread_seconds)
+        numbers, again_of_it = like.candidate if isinstance(like, Estimate) else like, None
+        own = replace(request, seconds=left, stages=numbers.n_stages, microbatches=numbers.n_microbatches, plan="sharding")
+        if isinstance(like, Estimate):
+            own = replace(own, schedule=like.schedule, mesh=dict(like.mesh.shape))
             again_of_it = None if like.again is None else _of_first(again()[like.again], like.again_share, options)
-        return in_stages(replace(call, request=own, progress=progress, recomputed=again_of_it), n_stages, (traced, facts, spent))
+        return in_stages(replace(call, request=own, progress=progress, recomputed=again_of_it), numbers.n_stages, (traced, facts, spent))
 
-    searches = Searches(alone, plans, staged)
-    return fullest(searches, cluster, request.seconds, call.progress, request.ends)
+    def in_stages_alone() -> list[Candidate]:
+        numbers = [n for n in STAGES_ALONE if has_parts(cluster, n)]
+        with suppress(TraceError):
+            return [Candidate(n, k) for n in numbers for k in numbers_of_microbatches(traced, n, call.number)]
+        return []
+
+    searches = Searches(alone, plans, staged, in_stages_alone)
+    return fullest(searches, cluster.device.pair_error, request.seconds, call.progress, request.ends)

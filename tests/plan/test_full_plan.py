@@ -53,7 +53,9 @@ def found():
 
 
 CLUSTER = Cluster.parse("cpu:4")
+ERROR = CLUSTER.device.pair_error
 NO_BOUNDS = (Bounds(0.0, 0.0),) * 3
+ALONE_IN_TWO = [Candidate(2, 4)]
 
 
 def fullest(*arguments):
@@ -68,20 +70,20 @@ def refused(*_):
 def estimate(n_stages, seconds, schedule="1f1b"):
     """Of a plan that promises so many seconds."""
     layering = Layering((1,) * n_stages, (0,) * n_stages, seconds, (1.0,) * n_stages)
-    return Estimate(Candidate(n_stages, 4), schedule, Mesh((("data", 4 // n_stages),)), layering, (), None, seconds)
+    return Estimate(Candidate(n_stages, 4), schedule, Mesh((("data", max(4 // n_stages, 1)),)), layering, (), None, seconds)
 
 
 def test_the_answer_is_the_fastest(found):
     """A pipeline where nothing else fits, the step without stages where that is faster."""
     plain, pipeline = found
-    alone = fullest(Searches(refused, lambda *_: None, lambda *_: [pipeline]), CLUSTER, None, silent)
+    alone = fullest(Searches(refused, lambda *_: None, lambda *_: [pipeline], lambda: ALONE_IN_TWO), ERROR, None, silent)
     assert alone.record.pipeline is not None
-    both = fullest(Searches(lambda *_: [plain], lambda *_: None, lambda *_: [pipeline]), CLUSTER, None, silent)
+    both = fullest(Searches(lambda *_: [plain], lambda *_: None, lambda *_: [pipeline], lambda: ALONE_IN_TWO), ERROR, None, silent)
     assert both.cost.makespan_seconds == min(plain.cost.makespan_seconds, pipeline.cost.makespan_seconds)
     assert "no stages in 1 microbatch " in both.notes[-1]
     assert "2 stages in 4 microbatches" in both.notes[-1]
     with pytest.raises(autoshard.InfeasibleError, match="none fits"):
-        fullest(Searches(refused, lambda *_: None, refused), CLUSTER, None, silent)
+        fullest(Searches(refused, lambda *_: None, refused, lambda: ALONE_IN_TWO), ERROR, None, silent)
 
 
 def test_only_what_may_be_fastest_is_searched(found):
@@ -89,17 +91,35 @@ def test_only_what_may_be_fastest_is_searched(found):
     plain, pipeline = found
     asked = []
 
-    def staged(n_stages, like, seconds):
-        asked.append((n_stages, like.candidate.n_microbatches, like.schedule))
+    def staged(like, core_seconds, seconds):
+        asked.append((like.candidate.n_stages, like.candidate.n_microbatches, like.schedule))
         return [pipeline]
 
     far = Plans((estimate(2, 1e-9, "zero_bubble"), estimate(2, 2e-9), estimate(4, 3e-9), estimate(1, 4e-9)), NO_BOUNDS, 3)
-    fullest(Searches(refused, lambda *_: far, staged), CLUSTER, None, silent)
+    fullest(Searches(refused, lambda *_: far, staged), ERROR, None, silent)
     assert asked == [(2, 4, "zero_bubble"), (4, 4, "1f1b")]
     asked.clear()
     near = Plans((estimate(1, 0.9e9), estimate(2, 1e9)), NO_BOUNDS, 2)
-    assert fullest(Searches(lambda *_: [plain], lambda *_: near, staged), CLUSTER, None, silent).record.pipeline is None
+    assert fullest(Searches(lambda *_: [plain], lambda *_: near, staged), ERROR, None, silent).record.pipeline is None
     assert asked == []
+
+
+def test_what_stages_alone_would_search_is_searched(found):
+    """In each number of microbatches, unless bounds or estimates say that it is slower than what was found."""
+    plain, pipeline = found
+    asked, seconds = [], plain.cost.makespan_seconds
+
+    def staged(like, *_):
+        asked.append(like)
+        return [pipeline]
+
+    alone = [Candidate(n, k) for n in (2, 4, 8) for k in (4, 8)]
+    bounds = (Bounds(0.5 * seconds, 0.0, 2), Bounds(seconds, 0.0, 4), Bounds(0.0, 0.0, 8))
+    ranked = estimate(2, 1.05 * seconds), estimate(8, 1.2 * seconds)
+    for known, slower in (((), set()), (ranked, {Candidate(8, 4)})):
+        asked.clear()
+        fullest(Searches(lambda *_: [plain], lambda *_, r=known: Plans(r, bounds, 1), staged, lambda: alone), ERROR, None, silent)
+        assert asked == [each for each in alone if each.n_stages != 4 and each not in slower]
 
 
 def test_the_step_without_stages_is_searched_first(found):
@@ -111,7 +131,7 @@ def test_the_step_without_stages_is_searched_first(found):
         asked.append(below)
         return Plans((estimate(2, 1e-9), estimate(1, 1e9)), NO_BOUNDS, 2)
 
-    best = fullest(Searches(lambda *_: [plain], compare, refused), CLUSTER, None, silent)
+    best = fullest(Searches(lambda *_: [plain], compare, refused), ERROR, None, silent)
     assert best.cost == plain.cost and asked == [plain.cost.makespan_seconds]
 
 
@@ -119,7 +139,7 @@ def test_the_forms_of_a_full_search_are_in_its_trail(found):
     """What was found, fastest first, then what is left of pipelines, by their estimates."""
     plain, pipeline = found
     plans = Plans((estimate(2, 1e-9), estimate(4, 1e9)), NO_BOUNDS, 2)
-    best = fullest(Searches(lambda *_: [plain], lambda *_: plans, lambda *_: [pipeline]), CLUSTER, None, silent)
+    best = fullest(Searches(lambda *_: [plain], lambda *_: plans, lambda *_: [pipeline]), ERROR, None, silent)
     trail = best.record.trail
     assert [each.outcome for each in trail] == ["taken", "slower", "not searched: others are estimated to be faster"]
     assert {each.form for each in trail[:2]} == {"1 microbatch", "2 stages, 4 microbatches"}
@@ -131,16 +151,16 @@ def test_a_pipeline_whose_seconds_are_over_is_no_interrupt(found, monkeypatch):
     plain, pipeline = found
     early = Strategy(replace(pipeline.record, stats={"ended_early": 1}), pipeline._traced, passes=pipeline.passes)
     for computing, expected in ((CORE_SECONDS, [None, None]), (0.0, [None])):
-        clock = iter([0.0, 0.0, 0.0, computing, 0.0, 0.0])
+        clock = iter([0.0, 0.0, 0.0, computing, 0.0, 0.0, 0.0])
         monkeypatch.setattr("autoshard.plan.full_plan.thread_seconds", clock.__next__)
         given = []
 
-        def staged(n_stages, like, seconds, given=given):
+        def staged(like, core_seconds, seconds, given=given):
             given.append(seconds)
             return [early]
 
         plans = Plans((estimate(2, 1e-9), estimate(4, 1e-9)), NO_BOUNDS, 2)
-        fullest(Searches(lambda *_: [plain], lambda *_, plans=plans: plans, staged), CLUSTER, None, silent)
+        fullest(Searches(lambda *_: [plain], lambda *_, plans=plans: plans, staged), ERROR, None, silent)
         assert given == expected
 
 
@@ -149,7 +169,7 @@ def test_the_gap_is_a_share_of_the_answer(found):
     plain, pipeline = found
     bounded = Plans((), (Bounds(0.0, plain.cost.objective_seconds / 2),), 0)
     searches = Searches(lambda *_: [plain], lambda *_: bounded, lambda *_: [pipeline])
-    assert "(gap 50 %)" in fullest(searches, CLUSTER, None, silent).notes[-1]
+    assert "(gap 50 %)" in fullest(searches, ERROR, None, silent).notes[-1]
 
 
 def test_a_search_that_is_interrupted_has_its_best_answer(found):
@@ -159,12 +179,13 @@ def test_a_search_that_is_interrupted_has_its_best_answer(found):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    best = fullest(Searches(lambda *_: [plain], lambda *_: None, interrupted), CLUSTER, None, silent, (KeyboardInterrupt,))
+    searches = Searches(lambda *_: [plain], lambda *_: None, interrupted, lambda: ALONE_IN_TWO)
+    best = fullest(searches, ERROR, None, silent, (KeyboardInterrupt,))
     assert best.cost == plain.cost
-    first = fullest(Searches(lambda *_: [plain], interrupted, None), CLUSTER, None, silent, (KeyboardInterrupt,))
+    first = fullest(Searches(lambda *_: [plain], interrupted, None), ERROR, None, silent, (KeyboardInterrupt,))
     assert first.cost == plain.cost
     with pytest.raises(KeyboardInterrupt):
-        fullest(Searches(lambda *_: [plain], lambda *_: None, interrupted), CLUSTER, None, silent)
+        fullest(Searches(lambda *_: [plain], lambda *_: None, interrupted, lambda: ALONE_IN_TWO), ERROR, None, silent)
 
 
 def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
@@ -179,8 +200,8 @@ def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
             given.append(seconds)
             return [strategy]
 
-        searches = Searches(lambda s: timed(whole, s), lambda *_: plans, lambda n, like, s: timed(pipeline, s))  # noqa: B023
-        fullest(searches, CLUSTER, None, silent, (KeyboardInterrupt,))
+        searches = Searches(lambda s: timed(whole, s), lambda *_: plans, lambda like, core, s: timed(pipeline, s))  # noqa: B023
+        fullest(searches, ERROR, None, silent, (KeyboardInterrupt,))
         assert given == [None]
 
 
@@ -287,7 +308,7 @@ def scanned(layers, batch, width):
     return step, ({"up": up, "down": down}, jax.ShapeDtypeStruct((batch, width), jnp.float32))
 
 
-ALONE = ({}, {"microbatches": "auto"}, {"microbatches": 2}, {"remat": "auto"}, {"remat": "full"}, {"stages": 2})
+ALONE = ({}, {"microbatches": "auto"}, {"microbatches": 2}, {"remat": "auto"}, {"remat": "full"}, {"stages": 2}, {"stages": 4})
 FIVE = {
     "tower": lambda: tower(64, 64),
     "wide tower": lambda: tower(2048, 512),
