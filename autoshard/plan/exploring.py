@@ -239,19 +239,20 @@ class Exploration(Generic[Found]):
     def _within_the_limit(self) -> InfeasibleError | None:
         """Searches what would be faster within the limit, that first which has least to save for what it may gain.
 
-        Where something was found, that is one form, and another if its share of bytes to save is no larger than that of time to gain.
+        Where something was found, that is one form, and another if its share of bytes to save is no larger than that of time to gain. What
+        is searched before anything was found is for having something that fits: it holds least, and may be far from the fastest.
 
         Returns:
             the error of the first form, if it has one.
         """
-        failure, tried = None, 0
+        failure, tried, compared = None, 0, 0
         left = {form: self.free[form] for form in self.free if form not in self.found}
         while faster := [form for form, found in left.items() if self._is_worth(self._seconds(found), self._least())]:
             form = min(faster, key=lambda form: (self._effort(left[form]), self._peak(left[form])))
-            if self.found and not self.is_thorough and (tried >= PRICED or (tried and self._effort(left[form]) > 1)):
+            if self.found and not self.is_thorough and (compared >= PRICED or (tried and self._effort(left[form]) > 1)):
                 break
             del left[form]
-            tried += 1
+            tried, compared = tried + 1, compared + bool(self.found)
             error = self._priced(form)
             failure = error if form == self.first else failure
         return failure

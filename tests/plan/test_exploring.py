@@ -202,6 +202,21 @@ def test_where_nothing_promises_to_fit_the_fastest_of_what_holds_least_is_search
     assert len(left) == 12 and left[0].form == "2 microbatches"
 
 
+def test_what_is_found_first_within_the_limit_is_not_the_last():
+    """Two more are searched that promise more, and hold more where bytes have no price."""
+    limited = []
+    free = {1: (10.0, 180.0), 4: (16.0, 174.0), 64: (40.0, 66.0), 128: (160.0, 65.0)}
+
+    def search(form: Form, is_limited: bool) -> tuple[float, float]:
+        seconds, peak = free[form.microbatches]
+        limited.extend([form.microbatches] * is_limited)
+        return (seconds, 59.0) if is_limited else (seconds, peak)
+
+    exploration = Costs().exploration(60.0, search)
+    exploration.others = lambda: forms_of((*free,), [None], [False])
+    assert exploration.best() == (10.0, 59.0) and limited == [128, 64, 1]
+
+
 @pytest.mark.parametrize("is_thorough", [False, True])
 def test_what_is_far_from_the_limit_is_not_searched_within_it(is_thorough):
     """Where something is found: that is which has least to save for what it gains, and no other that has more; in a full plan all are."""
