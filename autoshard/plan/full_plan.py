@@ -181,8 +181,11 @@ class _Searching:
 
 def _pipelines(plans: Plans | None) -> list[Estimate]:
     """Plans of pipelines, the most promising first; of equal numbers of stages and microbatches the fastest schedule."""
-    ranked = () if plans is None else (each for each in plans.ranked if each.candidate.n_stages > 1)
-    return list({each.candidate: each for each in reversed(list(ranked))}.values())[::-1]
+    fastest: dict[Candidate, Estimate] = {}
+    for each in () if plans is None else plans.ranked:
+        if each.candidate.n_stages > 1:
+            fastest.setdefault(each.candidate, each)
+    return [*fastest.values()]
 
 
 def figures_of_plan(plan: Plan) -> Figures:

@@ -24,7 +24,7 @@ from autoshard.pipeline.plan_search import Planning, search_plans
 from autoshard.pipeline.plans import FILL, Bounds, Candidate, Estimate, Plans
 from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.plan import prepared
-from autoshard.plan.full_plan import CORE_SECONDS, Searches
+from autoshard.plan.full_plan import CORE_SECONDS, Searches, _pipelines
 from autoshard.plan.full_plan import fullest as all_found
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.request import Request
@@ -203,6 +203,14 @@ def test_an_interrupt_is_for_the_searches_that_are_left_too(found):
         searches = Searches(lambda s: timed(whole, s), lambda *_: plans, lambda like, core, s: timed(pipeline, s))  # noqa: B023
         fullest(searches, ERROR, None, silent, (KeyboardInterrupt,))
         assert given == [None]
+
+
+def test_pipelines_are_searched_by_their_fastest_schedules():
+    """However slow others of the same numbers of stages and microbatches are."""
+    two, four = Candidate(2, 8), Candidate(4, 8)
+    pairs = [(two, "1f1b"), (Candidate(1, 8), "1f1b"), (four, "1f1b"), (four, "gpipe"), (two, "gpipe")]
+    found = _pipelines(SimpleNamespace(ranked=[SimpleNamespace(candidate=candidate, schedule=name) for candidate, name in pairs]))
+    assert [(each.candidate, each.schedule) for each in found] == [(two, "1f1b"), (four, "1f1b")]
 
 
 @pytest.mark.slow(minutes=5)
