@@ -102,7 +102,7 @@ class Limits:
         try:
             while True:
                 try:
-                    return process.communicate(timeout=TICK_SECONDS)
+                    return process.communicate(timeout=min(TICK_SECONDS, self.seconds))
                 except subprocess.TimeoutExpired:
                     if time.monotonic() > end:
                         raise Refused(_too_much(f"longer than the {format_seconds(self.seconds)}", "--seconds")) from None

@@ -49,11 +49,13 @@ def test_options_are_those_of_a_search(limits):
 
 def test_calls_are_stopped_at_their_limits(tmp_path):
     """A call that takes too long, or too much memory, ends with a message that says which."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    slow = "search", "slow:step", "--args", "slow:args", "--cluster", "cpu:2"
     with pytest.raises(Refused, match=r"10\.0 ms"):
-        Limits(tmp_path, 0.01, 8e9).run("clusters")
+        Limits(tmp_path, 0.01, 8e9).run(*slow)
     if sys.platform == "linux":
         with pytest.raises(Refused, match="memory"):
-            Limits(tmp_path, 60.0, 1e6).run("clusters")
+            Limits(tmp_path, 60.0, 1e6).run(*slow)
     with pytest.raises(Refused, match="neither"):
         Limits(tmp_path, 60.0, 8e9).run("explain", "nothing.json")
 
