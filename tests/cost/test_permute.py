@@ -49,4 +49,4 @@ def test_axes_of_an_exchange_take_no_longer_on_more_devices():
     """They are found on a million devices as on eight."""
     began = time.process_time()
     assert exchange_axes((0, -1, 1), (-1, 0, 1), 2, (1024, 1024, 16)) == (0, 1)
-    assert time.process_time() - began < 0.01
+    assert time.process_time() - began < 0.1  # a walk over all devices takes seconds
