@@ -78,7 +78,7 @@ class Strategy(Answer):
             microbatches: their number; None keeps it. Of a pipeline, that of each of its schedule's tasks.
             memory_limit_bytes: as for `search`; None: that of the strategy, where devices have as much memory.
             stages: as for `search`; None keeps them.
-            chunks: stages on each part of the devices; None keeps their number where stages and schedule are kept.
+            chunks: stages on each part of the devices; None keeps their number where the schedule is kept, if the step can be cut so.
             schedule: as for `search`; alone it leaves the stages as they are, and is answered in a second.
 
         Raises:

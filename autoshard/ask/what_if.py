@@ -212,7 +212,7 @@ def _pipeline(
     if pipeline is None and "stages" not in parts:
         raise StrategyError("chunks and schedules are of a pipeline's stages, and the strategy has none. Ask for stages= too.")
     usual = {} if pipeline is None else {"stages": pipeline.n_parts, "chunks": pipeline.chunks, "schedule": pipeline.schedule}
-    if usual and not parts.keys().isdisjoint(("stages", "schedule")):
+    if usual and "schedule" in parts:
         usual["chunks"] = None
     wanted = usual | parts
     assert traced is not None and call is not None, "a strategy with its program"
@@ -239,6 +239,10 @@ def _pipeline(
 
     try:
         return by(same)
+    except PipelineError:  # hardly as many chunks of more stages
+        if "chunks" in parts or same.chunks in (None, 1):
+            raise
+        return by(replace(same, chunks=None))
     except InfeasibleError:
         if n is not None:
             raise

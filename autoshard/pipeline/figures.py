@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -186,7 +187,8 @@ def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collect
     return float(usage(found.times.moments, np.where(own, found.held[:n], 0.0), found.born[:n], found.dies[:n]).max())
 
 
-def least_seconds(micro: Micro, devices: Cluster) -> list[float]:
+@lru_cache(maxsize=4)  # each number of chunks is cut by the same
+def least_seconds(micro: Micro, devices: Cluster) -> tuple[float, ...]:
     """Per operation of a microbatch the seconds that it takes at least on some devices, without communication."""
     facts = program_facts(micro.graph, micro.rules, compiler_of(devices))
     model = CostModel(devices, Mesh((("device", devices.n_devices),)))
@@ -194,7 +196,7 @@ def least_seconds(micro: Micro, devices: Cluster) -> list[float]:
     for op in micro.body.ops:
         inner = (each for each in op.walk() if not (each.bodies or facts.idle[each.index]))
         found.append(sum(each.trips * model.least_op_seconds(facts, each) for each in inner) / micro.n)
-    return found
+    return tuple(found)
 
 
 def spent_seconds(facts: ProgramFacts, model: CostModel, judgement: Judgement, kinds: Mapping[int, str]) -> dict[str, tuple[float, float]]:

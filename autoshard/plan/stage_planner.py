@@ -158,7 +158,8 @@ class Planner:
             strategy, problem = self._searched(stage, mesh, fixed, limit, progress)
             self.n_left: int = max(self.n_left - 1, 1)
             record = strategy.record
-            model = CostModel(self.parts[part_of(stage.number, self.asked.n_parts, self.placement)], record.mesh)
+            devices = self.parts[part_of(stage.number, self.asked.n_parts, self.placement)]
+            model = problem.model if problem.mesh == record.mesh else CostModel(devices, record.mesh)
             judgement = evaluate(problem.facts, model, record.assignment)
             figures = stage_figures(stage, problem.facts, model, judgement)
             peak = figures.peak_bytes(in_flight, joins)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from autoshard.compilers.program_facts import ProgramFacts, program_facts
 from autoshard.concurrency import thread_seconds
 from autoshard.errors import InfeasibleError, OutOfTime, TraceError
 from autoshard.explanation.program import Searched
-from autoshard.ir import Layout, Mesh
+from autoshard.ir import Assignment, Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.ir.rewrites import Recompute
 from autoshard.judge.model import CostModel
@@ -62,6 +62,7 @@ from autoshard.search.integer_programming import LastResort
 from autoshard.trace import Traced
 
 RECOMPUTED = (0.5, 1.0)  # of the way from the least time to the least memory: what plans are compared with
+FACTS = 64  # of stage programs, that a search keeps
 LEAST_SAVED = 0.1  # of what is kept without recomputation: one that saves less is no plan of its own
 
 
@@ -146,7 +147,9 @@ class _StageSearches:
         pins: of the whole step.
         given: the mesh that each stage has, where it is given.
         last: the searcher's last resort, which all stages share.
-        known: by stage and what it is asked its solution: equal stages are searched once.
+        known: by stage and what it is asked its solutions, each with the mesh and the layouts that were fixed: equal stages are searched
+            once, and with a mesh and layouts that a solution has by itself not again.
+        facts_of: by stage program its facts.
         until: on the clock, when the time is over; None: never.
     """
 
@@ -162,7 +165,8 @@ class _StageSearches:
         self.pins = call.pins(self.traced, self.facts, self.parts[0])
         self.most = most_axes(self.request.mesh, self.searcher)
         self.last = LastResort(self.searcher.last_resort)
-        self.known: dict[tuple, Solution] = {}
+        self.known: dict[tuple, list[tuple[Mesh | None, Mapping[int, Layout], Solution]]] = {}
+        self.facts_of = lru_cache(FACTS)(_facts_of)
         self.until = None if self.request.seconds is None else time.perf_counter() + self.request.seconds
 
     def found(self) -> list[Plan]:
@@ -218,18 +222,18 @@ class _StageSearches:
         meshes, _ = meshes_of(devices, self.pins, wanted, self.most, is_part=True)
         program = stage.traced
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}
-        prepared = Prepared(program, _facts_of(program, devices), devices, meshes, 0, pins, limit, counts)
+        prepared = Prepared(program, self.facts_of(program, devices), devices, meshes, 0, pins, limit, counts)
         graph = program.graph
         own = tuple(pins.kept.items()), tuple(pins.batch.items()), None if self.request.start is None else graph.argument_paths
-        asked = pins.stacked, mesh, tuple(fixed.items()), limit, devices.name
-        key = graph.fingerprint, graph.donated, tuple(pins.given.items()), *own, *asked
-        if key in self.known:
-            solution = self.known[key]
+        key = graph.fingerprint, graph.donated, tuple(pins.given.items()), *own, pins.stacked, limit, devices.name
+        known = self.known.setdefault(key, [])
+        solution = next((found for *asked, found in known if _answers(asked[0], asked[1], found.assignment, mesh, fixed)), None)
+        if solution is not None:
             problem = prepared.problem(solution.assignment.mesh, limit, ())
             solution = replace(solution, judgement=problem.evaluate(solution.assignment), stats={})
         else:
             solution, problem = self._solved(prepared, self._start_of(stage), limit, progress, n_left)
-            self.known[key] = solution
+            known.append((mesh, fixed, solution))
         return prepared.plan(problem.mesh, prepared.overlapped([solution], problem)[0], self.searcher), problem
 
     def _solved(
@@ -270,6 +274,20 @@ class _StageSearches:
             record = replace(record, stats={**record.stats, "memory_limit_bytes": self.request.memory_limit_bytes})
         known = Searched(self.facts) if own is self.traced else None
         return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.passes)
+
+
+def _answers(
+    had: Mesh | None, before: Mapping[int, Layout], found: Assignment, mesh: Mesh | None, fixed: Mapping[int, Layout]
+) -> bool:
+    """Whether the best assignment on a mesh, or any, and with some layouts fixed, is the best one on another mesh, with other layouts fixed.
+
+    It is if it has them, and was free to have all that may be had now.
+    """
+    if (had, before) == (mesh, fixed):
+        return True
+    is_freer = had is None or had == mesh
+    has_mesh = mesh is None or found.mesh == mesh or replace(found.mesh, placement=None) == mesh
+    return is_freer and has_mesh and before.items() <= fixed.items() and all(found.layout(value) == own for value, own in fixed.items())
 
 
 def _seconds(found: Sequence[Plan]) -> float:

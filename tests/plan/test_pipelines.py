@@ -337,6 +337,19 @@ def test_equal_stages_are_searched_once(monkeypatch):
     assert "['layers'][3]" not in str(second.record.arguments) + str(second.cost.collectives)
 
 
+def test_a_solution_that_has_the_mesh_and_the_layouts_is_not_found_again(monkeypatch):
+    """Both stages are searched on any mesh, and on that of both again only where one of them has another mesh or other layouts."""
+    module, solved = import_module("autoshard.plan.stage_searches"), []
+    search = module.searched_on_meshes
+    monkeypatch.setattr(module, "searched_on_meshes", lambda *arguments, **more: solved.append(1) or search(*arguments, **more))
+    found = autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, schedule="1f1b").stages
+    n = len(solved)
+    monkeypatch.setattr(module, "_answers", lambda *_: False)
+    again = autoshard.search(train_step, *example(), cluster="cpu:8", stages=2, microbatches=4, schedule="1f1b").stages
+    assert n < len(solved) - n
+    assert [each.cost.makespan_seconds for each in found] == [each.cost.makespan_seconds for each in again]
+
+
 def test_pins_hold_on_the_stage_that_has_the_argument():
     """A pin of one layer's weight is kept, and one that matches nothing is refused."""
     spec = jax.sharding.PartitionSpec(None, "model")
@@ -415,6 +428,8 @@ def test_what_if_of_stages_chunks_and_schedules():
     folded = strategy.what_if(chunks=2, schedule="auto").strategy
     assert (folded.record.pipeline.placement, len(folded.stages)) == ("v", 4)
     check_equal(*trained(folded.apply(train_step), *jax.tree.map(jnp.copy, example())))
+    kept = [folded.what_if(stages=n).strategy.record.pipeline.chunks for n in (4, 8)]
+    assert kept == [2, 1]  # the step has no sixteen parts
     found = strategy.what_if(stages=4)
     assert found.strategy.mesh_shape["stage"] == 4 and "stages=4" in str(found)
     with pytest.raises(autoshard.errors.PipelineError, match=r"schedule='one_program'. Search with it instead"):
