@@ -35,8 +35,8 @@ from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.pipeline.plan_search import search_plans
 from autoshard.pipeline.plans import FILL, Asked, Estimate, Plans
+from autoshard.plan.full_search import problems_on
 from autoshard.plan.prepared import RESERVE, traced_of
-from autoshard.plan.stage_searches import problems_on
 from autoshard.plan.user_pins import Asked as Pins
 from autoshard.plan.user_pins import user_pins
 from autoshard.render import Report, Table, format_bytes, format_percent, format_seconds

@@ -20,6 +20,7 @@ from autoshard.plan.confirm import noted
 from autoshard.plan.corrections import as_compiled_before
 from autoshard.plan.finalists import Board
 from autoshard.plan.full_plan import REFUSED, STAGES, figures_of_plan, noted_if_equal
+from autoshard.plan.full_search import full
 from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.kept_corrections import keep_corrections, kept_corrections
 from autoshard.plan.microbatching import Microbatches
@@ -27,7 +28,7 @@ from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import MOST_OVERLAPPED, cluster_of, limit_of, prepare, traced_of
 from autoshard.plan.request import LEAST_SECONDS, SEARCHING, Request
 from autoshard.plan.rounds import Rounds
-from autoshard.plan.stage_searches import Call, full, in_stages
+from autoshard.plan.stage_searches import Call, in_stages
 from autoshard.plan.ticking import check_parts, fastest
 from autoshard.plan.variants import fastest as fastest_variant
 from autoshard.progress import Progress, part, silent

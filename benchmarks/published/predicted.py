@@ -24,8 +24,8 @@ from autoshard.judge.model import CostModel
 from autoshard.pipeline.plan_search import search_plans
 from autoshard.pipeline.plans import Asked
 from autoshard.plan.forms import Form
+from autoshard.plan.full_search import problems_on
 from autoshard.plan.prepared import traced_of
-from autoshard.plan.stage_searches import problems_on
 from autoshard.plan.user_pins import Asked as Pins
 from autoshard.plan.user_pins import user_pins
 from autoshard.problem import Problem

@@ -26,9 +26,10 @@ from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.plan import prepared
 from autoshard.plan.full_plan import CORE_SECONDS, Searches, _pipelines
 from autoshard.plan.full_plan import fullest as all_found
+from autoshard.plan.full_search import _of_first, problems_on
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.request import Request
-from autoshard.plan.stage_searches import Call, _of_first, in_stages, problems_on
+from autoshard.plan.stage_searches import Call, in_stages
 from autoshard.plan.user_pins import Asked, UserPins
 from autoshard.progress import silent
 from autoshard.recompute import Options
