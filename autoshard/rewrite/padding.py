@@ -166,7 +166,7 @@ def stays_whole(graph: Graph, rules: Sequence[Rule | None], assignment: Assignme
         tried = bool(asked) and (found.growth <= LITTLE or is_promising(found, graph, devices))
         if tried or (share := repeated(found, graph, rules, assignment)) < MATTERS:
             continue
-        padded = padded_size(0, found.extent)
+        padded = padded_size(0, _first(graph, found)[2] if found.arguments else found.extent)
         remedy = f"choose {padded:,} or another size that divides" if asked else f"choose {padded:,}, or let padding=True pad it"
         words.append(
             f"{named(graph, found)}, of size {found.size:,}, does not divide by {devices} devices, and several of these repeat "
@@ -179,7 +179,14 @@ def named(graph: Graph, found: Class) -> str:
     """A dimension by the arguments that have it."""
     if not found.arguments:
         return "a dimension that no argument has"
-    k, dim, _ = min(found.arguments, key=lambda each: len(graph.argument_paths[each[0]]))
+    k, dim, _ = _first(graph, found)
     more = len({other for other, _, _ in found.arguments}) - 1
     others = f" and of {more} argument{'s' if more > 1 else ''} more" if more else ""
-    return f"dimension {dim} of {graph.argument_paths[k]}{others}"
+    size = graph.values[graph.arguments[k]].shape[dim]
+    of_size = "" if size == found.size else f"what becomes of the {size:,} in "
+    return f"{of_size}dimension {dim} of {graph.argument_paths[k]}{others}"
+
+
+def _first(graph: Graph, found: Class) -> tuple[int, int, Extent]:
+    """Of the arguments that have a dimension the one with the shortest path."""
+    return min(found.arguments, key=lambda each: len(graph.argument_paths[each[0]]))

@@ -12,9 +12,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoshard.analysis.values import free_values
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Assignment, Graph, Op, Rule
-from autoshard.primitives import is_matrix
+from autoshard.primitives import is_matrix, primitive
 from autoshard.rewrite.extents import Extent, Extents, padded_size
 from autoshard.rewrite.padding_plan import Links
 
@@ -134,7 +135,7 @@ class _Work:
     """The work of a program's operations, and the bytes of its values."""
 
     def __init__(self, graph: Graph, rules: Sequence[Rule | None]):
-        self.graph, self.rules = graph, rules
+        self.graph, self.rules, self.free = graph, rules, free_values(graph)
         self.products = {op.index: self._flops(op) for op in graph.walk() if is_matrix(op.primitive) or op.kernel is not None}
         self.flops = sum(self.products.values())
         self.bytes = sum(self.nbytes(op) for op in graph.walk() if not op.bodies)
@@ -143,8 +144,10 @@ class _Work:
         return op.trips * op_flops(op, self.rules[op.index], self.graph.values)
 
     def nbytes(self, op: Op) -> float:
-        """The bytes that an operation makes in a step."""
-        return op.trips * sum(self.graph.values[value].nbytes for value in op.results)
+        """The bytes that an operation makes in a step: none of constants, and where it only shows its operand in another shape."""
+        if primitive(op.primitive).work == "none":
+            return 0.0
+        return op.trips * sum(self.graph.values[value].nbytes for value in op.results if not self.free[value])
 
     def largest(self) -> list[int]:
         """The results of what is much of the work, in program order."""

@@ -58,6 +58,18 @@ def test_a_size_that_does_not_divide_is_as_fast_as_one_that_does(strategy):
     assert "is padded to 5,000 over 8" in str(strategy.explain())
 
 
+def test_a_dimension_that_no_plan_divides_is_no_repeated_work():
+    """An image's sides after a strided convolution, where the batch alone divides: what is broadcast over them is computed by none."""
+
+    def loss(weights, images):
+        hidden = jax.lax.conv_general_dilated(images, weights, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.mean(jax.nn.relu(hidden) - jnp.mean(hidden, 0))
+
+    shapes = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 3, 4, 8), (32, 28, 28, 4)))
+    found = autoshard.search(jax.grad(loss), *shapes, cluster="cpu:8", mesh={"data": 8})
+    assert not any("divide" in note for note in found.notes), found.notes
+
+
 @pytest.mark.slow
 def test_a_step_returns_things_in_the_form_it_was_given(strategy, wanted):
     """State with padding where it was placed so; its own sizes otherwise."""
