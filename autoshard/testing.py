@@ -11,7 +11,7 @@ import difflib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -77,7 +77,7 @@ def assert_collectives(
         strategy = evaluate(fn, *args, cluster=cluster, mesh=mesh, in_specs=in_specs)
     found = Counter[tuple[str, ...]]()
     if target is None:
-        for part in strategy.stages or [strategy]:
+        for part in _parts(strategy):
             for each in part.cost.collectives:
                 found[each.kind, *each.mesh_axes] += each.count
     else:
@@ -98,10 +98,15 @@ def assert_collectives(
         )
 
 
+def _parts(strategy: Strategy) -> Sequence[Strategy]:
+    """The stages, or the step where it has none."""
+    return strategy.stages or (strategy,)
+
+
 def _listed(strategy: Strategy) -> Iterable[str]:
     """The planned collectives with their source lines."""
     yield "Planned:"
-    for group in chain.from_iterable(collective_groups(part.record, None) for part in strategy.stages or [strategy]):
+    for group in chain.from_iterable(collective_groups(part.record, None) for part in _parts(strategy)):
         each = f"{group.count} x {group.kind} over {', '.join(group.axes)} of {format_bytes(group.bytes)}"
         yield f"  {each}: {group.tensor}, for {group.source}"
 

@@ -30,7 +30,7 @@ class Draft:
     """Buffers before it is known which of them are in a device's memory.
 
     Attributes:
-        facts, assignment: the program, and where each value is.
+        facts: of the program.
         copies: the values with copies in other layouts.
         partials: the ops whose partial results are stored.
         sizes: bytes of a device's part of each value that has a buffer, in the order of `Lifetimes.values`.
@@ -38,7 +38,6 @@ class Draft:
     """
 
     facts: ProgramFacts
-    assignment: Assignment
     copies: tuple[int, ...]
     partials: tuple[int, ...]
     sizes: list[float]
@@ -108,7 +107,7 @@ def buffers(
     moved += scattered_apart(facts, assignment, share)
     moved += _expanded_rows(facts, assignment)
     moved += chain(*of_rings(facts, assignment))
-    draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
+    draft = Draft(facts, tuple(value for value, _ in copies), tuple(stored), [share(value) for value in times.values], moved)
     return draft.placed(draft.held(), *draft.lives(times.born, times.dies))
 
 

@@ -6,7 +6,6 @@ all tables, added up, bound the energy from below, and moving costs well raises 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,12 +43,10 @@ class Reparametrisation:
         return {pair: table - table.min() for pair, table in moved.items()}
 
 
-def reparametrise(
-    model: PairwiseModel, *, max_sweeps: int = 40, enough: float = math.inf, progress: Progress = silent
-) -> Reparametrisation:
-    """The model after message passing, which stops where the bound is enough, or a sweep raises it by next to nothing."""
+def reparametrise(model: PairwiseModel, *, max_sweeps: int = 40, progress: Progress = silent) -> Reparametrisation:
+    """The model after message passing, which stops where a sweep raises it by next to nothing."""
     passing = MessagePassing(model)
-    sweeps = passing.run(max_sweeps, enough, progress)
+    sweeps = passing.run(max_sweeps, progress=progress)
     return normalised(passing, sweeps)
 
 

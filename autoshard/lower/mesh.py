@@ -183,11 +183,9 @@ def lowering_mesh(
     return jax_mesh(mesh) if any(op.primitive in need for op in graph.walk()) else abstract_mesh(mesh, device)
 
 
-def to_named_sharding(
-    layout: Layout, rank: int, names: Sequence[str], mesh: jax.sharding.Mesh | AbstractMesh, on_host: bool = False
-) -> NamedSharding:
-    """The `NamedSharding` of a layout, over axes of these names, of a tensor of this rank, in the memory of devices or of their hosts."""
-    return NamedSharding(mesh, to_partition_spec(layout, rank, names), memory_kind=HOST if on_host else None)
+def to_named_sharding(layout: Layout, rank: int, names: Sequence[str], mesh: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
+    """The `NamedSharding` of a layout, over axes of these names, of a tensor of this rank."""
+    return NamedSharding(mesh, to_partition_spec(layout, rank, names))
 
 
 def to_partition_spec(layout: Layout, rank: int, names: Sequence[str]) -> PartitionSpec:

@@ -24,7 +24,7 @@ from autoshard.problem import NO_HINTS
 from autoshard.progress import silent
 from autoshard.reductions import symmetry
 from autoshard.search import Auto, DataParallel, DynamicProgramming, RecursiveProgramming
-from autoshard.search.auto import MEMBERS, exposed_shares
+from autoshard.search.auto import MEMBERS, exposed_shares, least_exposed_shares
 from autoshard.search.searcher import Searcher
 
 WAITING = replace(eager_cluster(), overlap=False)  # where nothing hides
@@ -218,10 +218,16 @@ def test_hidden_communication_is_searched_for():
     assert found.judgement.cost == problem.evaluate(found.assignment).cost
     assert found.lower_bound_seconds <= found.judgement.cost.objective_seconds
     assert any("does not hide behind compute: all_gather" in note for note in found.notes)
+    hidden, exposed = (
+        Cost(*[0.0] * 7, collectives=(Collective("all_gather", ("data",), 8.0, seconds=seconds, exposed_seconds=shown),))
+        for seconds, shown in ((1.0, 0.0), (1e6, 1e6))
+    )
+    ((again, _),) = Auto()._with_exposed_shares(problem, [hidden, exposed], silent, NO_HINTS)
+    assert again.notes[-1].endswith("all_gather 0 %")
 
 
 def test_exposed_shares_are_of_all_answers_together():
-    """Of a kind's seconds in all costs the exposed share; kinds that are never hidden, or do not occur, are left out."""
+    """Of a kind's seconds in all costs the exposed share, or in that which hides most; kinds that do not occur are left out."""
     one, two = (
         Collective("all_gather", ("data",), 8.0, count, seconds=seconds, exposed_seconds=exposed)
         for count, seconds, exposed in ((3, 2.0, 1.0), (1, 4.0, 0.0))
@@ -230,7 +236,10 @@ def test_exposed_shares_are_of_all_answers_together():
         Cost(*[0.0] * 7, collectives=(each, Collective("all_reduce", ("data",), 8.0, seconds=1.0, exposed_seconds=1.0)))
         for each in (one, two)
     ]
-    assert exposed_shares(costs, ("all_gather", "collective_permute")) == {"all_gather": 0.3}
+    kinds = "all_gather", "collective_permute"
+    assert exposed_shares(costs, kinds) == {"all_gather": 0.3}
+    assert least_exposed_shares(costs, kinds) == {"all_gather": 0.0}
+    assert least_exposed_shares(costs[:1], kinds) == {"all_gather": 0.5}
 
 
 def test_other_forms_are_searched_without_what_was_far_from_the_best():

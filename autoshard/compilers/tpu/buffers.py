@@ -73,7 +73,7 @@ def tiled_buffers(
         dies = _one_later(times, dies, {op for op, step in partials.items() if step.nbytes > share(ops[op].results[0])})
         dies = _beside_gathers(facts, partials.keys(), copied, dies)
         dies = _after_scatters(facts, partials.keys(), dies)
-    draft = Draft(facts, assignment, tuple(value for value, _ in copies), tuple(stored), sizes, more)
+    draft = Draft(facts, tuple(value for value, _ in copies), tuple(stored), sizes, more)
     sent = (True,) * (len(copies) + len(stored) + len(unread) + len(circling))  # collectives read and write the device's own memory
 
     def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
