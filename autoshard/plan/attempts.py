@@ -89,7 +89,8 @@ class Attempts:
     first_found: dict[Form, tuple[Mesh, Hints]] = field(default_factory=dict, init=False)  # by first form its fastest mesh, and its hints
     forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
     explorations: list[Exploration[Found]] = field(default_factory=list, init=False)
-    answers: dict[tuple[Form, Form, bool], Found | Exception] = field(default_factory=dict, init=False)  # by first form, form and limit
+    answers: dict[tuple[Form, Form, bool], Found] = field(default_factory=dict, init=False)  # by first form, form and limit
+    refusals: dict[tuple[Form, Form, bool], InfeasibleError | TraceError] = field(default_factory=dict, init=False)  # by the same
 
     def __post_init__(self) -> None:
         self.first: int = self.microbatches if isinstance(self.microbatches, int) else 1
@@ -282,11 +283,6 @@ class Attempts:
         """The objective from which on a search is cut; of a full plan those go on that gain little, too."""
         return self.incumbent.bound_seconds / ((1 - BUDGETS.least_gain) if self.is_full else 1)
 
-    @property
-    def _patience(self) -> float:
-        """The share of its time after which a search that finds nothing ends: half of it where others may find something."""
-        return 0.5 if self._has_forms else 1.0
-
     def _left(self) -> float | None:
         """The seconds that are left."""
         return None if self.seconds is None else max(0.0, self.seconds - (time.perf_counter() - self.started))
@@ -302,14 +298,14 @@ class Attempts:
         key = start or Form(self.first), form, limited
         if not self.is_full or is_last:
             return self._answer(*key, is_last)
-        if key not in self.answers:
+        if key not in self.answers and key not in self.refusals:
             try:
                 self.answers[key] = self._answer(*key)
             except (InfeasibleError, TraceError) as error:
-                self.answers[key] = error.with_traceback(None)  # which would keep the problem
-        if isinstance(answer := self.answers[key], Exception):
-            raise answer
-        return answer
+                self.refusals[key] = error.with_traceback(None)  # which would keep the problem
+        if key in self.refusals:
+            raise self.refusals[key]
+        return self.answers[key]
 
     def _answer(self, start: Form, form: Form, limited: bool, is_last: bool = False) -> Found:
         seconds = self._left()
@@ -317,7 +313,8 @@ class Attempts:
             self.is_hurried = True
             raise OutOfTime(self._too_short())
         own, made = self._form(form)
-        progress, failure = timed(self.progress, self._share(seconds, limited), patience=self._patience), None
+        patience = 0.5 if self._has_forms else 1.0  # a search that finds nothing ends after half its time where others may find something
+        progress, failure = timed(self.progress, self._share(seconds, limited), patience=patience), None
 
         def refused(problem: Problem, error: InfeasibleError) -> None:
             self.last.refuse(problem.within(own.limit), error)

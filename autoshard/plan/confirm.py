@@ -109,7 +109,7 @@ def confirmation_of(strategy: Plan, fn: Callable[..., Any], *args: Any) -> Confi
     if found.outcome == "does not fit":
         needed = "more than there is" if found.needed_bytes is None else format_bytes(found.needed_bytes)
         raise CompilerError(
-            f"a strategy is confirmed where it fits, and {judge.name} needs {needed} of {format_bytes(board.cluster.memory_limit_bytes)} "
+            f"a strategy is confirmed where it fits, and {judge.name} needs {needed} of {format_bytes(board.limit)} "
             f"a device; {format_bytes(record.cost.peak_bytes)} were predicted. Search with a lower memory_limit_bytes."
         )
     # Without a correction: where bytes and FLOPs are the predicted ones, it is the prediction again.
@@ -176,10 +176,9 @@ def _unconfirmed(board: Board, judge: FinalistCompiler | FinalistDevices, ended:
 def _refused(board: Board, judge: FinalistCompiler | FinalistDevices) -> InfeasibleError:
     needs = [each.peak_bytes if board.exceeds(each.peak_bytes) else each.needed_bytes for each in board.found]
     least = min((need for need in needs if need is not None), default=math.inf)
-    limit = board.memory_limit_bytes or board.cluster.memory_limit_bytes
     said = f", and the least that one needs is {format_bytes(least)}" if least < math.inf else ""
     return InfeasibleError(
-        f"a strategy must fit {format_bytes(limit)} a device, and {judge.name} refuses all {len(board.found)} finalists{said}. "
+        f"a strategy must fit {format_bytes(board.limit)} a device, and {judge.name} refuses all {len(board.found)} finalists{said}. "
         "Search with a lower memory_limit_bytes, which leaves the compiler more room, on more devices or with a smaller batch.",
         least if least < math.inf else None,
     )

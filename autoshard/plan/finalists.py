@@ -91,6 +91,11 @@ class Board:
         return Cluster.from_dict(self.strategies[0].record.cluster)
 
     @property
+    def limit(self) -> float:
+        """Bytes that a device may hold, as compiled."""
+        return self.memory_limit_bytes or self.cluster.memory_limit_bytes
+
+    @property
     def accepted(self) -> list[int]:
         """The numbers of those that may be taken, in the order of their predicted step times."""
         return [number for number, each in enumerate(self.found) if each.outcome == "slower"]
