@@ -33,7 +33,8 @@ class Budgets:
         attempt_far: times the tolerated gap; beyond it twice the sweeps come before the next attempt, from the third on.
         attempt_lenience: times the tolerance, at most, that is tolerated after several attempts.
         table_sweeps: over tables that are one of many to be solved, or large.
-        axis_tolerance: of the minimum of one axis's tables, where message passing helps to find it.
+        tolerance: of the minimum of one axis's tables, where message passing helps to find it; and of objectives: an answer within the
+            limit that is as near to the one without prices ends the search for prices.
         whole_entries: passed over for a bound of the whole problem after its quotient: some 5 s on one core.
         dual_steps: prices that are tried for a bound within a memory limit.
         judged_ops: that changes of single decisions may judge under a memory limit: about a second.
@@ -44,8 +45,6 @@ class Budgets:
         judged_mixtures: of two answers, of any program.
         price_dear: times the price at which bytes cost as much as seconds, where bytes decide alone.
         price_factor, price_factor_known: between the first prices: knowing none, and knowing one of another search.
-        peak_gain: of the smallest peak, that a higher price must save.
-        price_tolerance: of the objective; an answer within the limit that is as near to the one without prices ends the search for prices.
         near_objective: times the least one: so near, further starts are not worth their time.
         last_resort_entries, last_resort_nodes, last_resort_rounds: of integer programming where nothing else fits the limit: of all
             tables, of branch and bound in one model, and models solved. A model of so many entries takes HiGHS a second.
@@ -55,22 +54,22 @@ class Budgets:
         quotient_sweeps: of the quotient problem for a bound, which are cheap; some of the whole follow.
         first_sweeps: for the order of meshes: a GPT's placements on 2 x 4 devices are in the order of their optima by then.
         far_bound: times the least first bound of all meshes; those beyond it are searched last, however few axes they have.
-        screening_sweeps: to decide whether a mesh is searched: on GPT steps of 8 layers on 64 devices the bound is within 1 % after 8.
-        bounding_sweeps: for the bound of an answer without one.
-        bounding_entries: passed over for it: half a second on one core.
+        screening_sweeps: to decide whether a mesh is searched, and for the bound of an answer without one: on GPT steps of 8 layers on 64
+            devices the bound is within 1 % after 8.
+        bounding_entries: passed over for the bound of an answer without one: half a second on one core.
         least_gain: of the objective, that is worth a search of a mesh; a tenth of the predictions' accuracy.
         near_makespan: times the least one: a baseline that comes as near on one mesh may be the best on another.
         near_peak: times the memory limit; where the smallest peak found is above it, another search of the mesh is in vain, and so is slow
             repair.
-        settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops.
+        settled_gap: relative; an answer as near to its bound ends a portfolio, as the gap at which dynamic programming stops; and of the
+            smallest peak, that a higher price must save.
         refined_tables: that a descent makes to find a mesh of more axes: a U-Net needs 700 for each time that an axis is freed.
         split_axes: that the axes of a mesh are split into: primes of up to 256 devices.
         axis_split_sweeps: over these.
-        axis_split_entries: of the largest table of an elimination there.
-        propagation_rounds: over the mesh axes, of sharding propagation.
-        propagation_entries: of its eliminations' tables; beyond it the best-connected variables keep their labels.
-        reshard_layouts: of an array; reshards between more are computed pair by pair. Between 729 all pairs take 5 s.
-        grouped_layouts: of groups of axes in such a pair; with more the array is gathered and sliced.
+        axis_entries: of the largest table of an elimination there, and of one axis in sharding propagation; beyond it the best-connected
+            variables keep their labels.
+        reshard_layouts: of an array; reshards between more are computed pair by pair. Between 729 all pairs take 5 s. Where groups of axes
+            in such a pair have more, the array is gathered and sliced.
         probe_bytes: of the all_gather whose time tells which axis has the slower links.
     """
 
@@ -93,7 +92,7 @@ class Budgets:
     attempt_far: float = 4
     attempt_lenience: int = 5
     table_sweeps: int = 60
-    axis_tolerance: float = 1e-4
+    tolerance: float = 1e-4
     whole_entries: int = 1 << 28
     dual_steps: int = 4
     judged_ops: int = 100_000
@@ -105,8 +104,6 @@ class Budgets:
     price_dear: float = 100
     price_factor: float = 4.0
     price_factor_known: float = 1.25
-    peak_gain: float = 1e-3
-    price_tolerance: float = 1e-4
     near_objective: float = 1.05
     last_resort_entries: int = 1 << 17
     last_resort_nodes: int = 200
@@ -118,7 +115,6 @@ class Budgets:
     first_sweeps: int = 2
     far_bound: float = 2.0
     screening_sweeps: int = 12
-    bounding_sweeps: int = 10
     bounding_entries: int = 1 << 26
     least_gain: float = 0.01
     near_makespan: float = 1.1
@@ -127,11 +123,8 @@ class Budgets:
     refined_tables: int = 1 << 16
     split_axes: int = 8
     axis_split_sweeps: int = 3
-    axis_split_entries: int = 1 << 20
-    propagation_rounds: int = 6
-    propagation_entries: int = 1 << 20
+    axis_entries: int = 1 << 20
     reshard_layouts: int = 512
-    grouped_layouts: int = 256
     probe_bytes: float = 1e7
 
 

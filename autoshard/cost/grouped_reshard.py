@@ -62,7 +62,7 @@ class GroupedReshards:
         moving = _moving(source, target)
         dims = sorted({layout[axis] for layout in (source, target) for axis in moving} - {-1})
         groups = tuple(tuple(group) for _, group in groupby(moving, lambda axis: (source[axis], target[axis])))
-        if (len(dims) + 1) ** len(groups) > BUDGETS.grouped_layouts:
+        if (len(dims) + 1) ** len(groups) > BUDGETS.reshard_layouts:
             yield from _gathered(len(shape), source, target)
             return
         stays = tuple(-1 if axis in moving else dim for axis, dim in enumerate(source))

@@ -169,7 +169,7 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
             if best is None or cost.objective_seconds < best[0].cost.objective_seconds:
                 best = found
             enough, below, again = price, found, False
-            if cost.objective_seconds <= free[0].cost.objective_seconds * (1 + BUDGETS.price_tolerance):
+            if cost.objective_seconds <= free[0].cost.objective_seconds * (1 + BUDGETS.tolerance):
                 break
         else:
             if not same:
@@ -183,7 +183,7 @@ def _by_prices(problem: Problem, search: Priced, free: Answer, steps: int, known
                 continue
             if enough is None and not news and same and price > BUDGETS.price_dear * first:
                 break  # the very same answer at a higher price, where bytes decide alone: no price does better
-            if cost.peak_bytes < smallest * (1 - BUDGETS.peak_gain):
+            if cost.peak_bytes < smallest * (1 - BUDGETS.settled_gap):
                 smallest, reached = cost.peak_bytes, price
             elif enough is None and price >= BUDGETS.price_factor**2 * reached:
                 break

@@ -133,7 +133,7 @@ def bounded(problem: Problem, solution: Solution) -> Solution:
     if solution.lower_bound_seconds > min(problem.compute_bound(), objective * (1 - 1e-6)):
         return solution
     entries = problem.table_entries(range(len(problem.mesh.axes)), BUDGETS.bound_entries)
-    if not (sweeps := min(BUDGETS.bounding_sweeps, BUDGETS.bounding_entries // max(entries, 1))):
+    if not (sweeps := min(BUDGETS.screening_sweeps, BUDGETS.bounding_entries // max(entries, 1))):
         return solution
     bound, hints = message_bound(problem, sweeps, hints=solution.hints)
     return replace(solution, lower_bound_seconds=max(min(bound, objective), solution.lower_bound_seconds), hints=hints)

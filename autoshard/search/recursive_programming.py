@@ -86,7 +86,7 @@ class RecursiveProgramming(Searcher):
 
     def _found(self, problem: Problem, progress: Progress, hints: Hints) -> tuple[Descent, Fitted]:
         """The best answer, and the run that found it."""
-        fixing = ReducedCostFixing(self.max_entries, BUDGETS.table_sweeps, BUDGETS.axis_tolerance, progress)
+        fixing = ReducedCostFixing(self.max_entries, BUDGETS.table_sweeps, BUDGETS.tolerance, progress)
         if (small := symmetry.apply(problem)) is not None:
             run = Descent(self, small, progress, fixing, hints.start)
             return run, fitted(problem, run.descend, self.price_steps, low_memory_starts, hints=hints)

@@ -39,6 +39,8 @@ from autoshard.progress import Progress, silent
 from autoshard.search.pin_report import disagreements, unreached
 from autoshard.search.searcher import Searcher, Solution
 
+MOST_ROUNDS = 6  # over the mesh axes
+
 Part = tuple[int, int] | int
 """The entry of a label for one mesh axis: the factor it splits and where it scatters, or the dimension it shards; -1 for none."""
 
@@ -57,7 +59,7 @@ class ShardingPropagation(Searcher):
 
     name: ClassVar[str] = "sharding_propagation"
 
-    max_rounds: int = BUDGETS.propagation_rounds
+    max_rounds: int = MOST_ROUNDS
     price_steps: int = 8
 
     def solve(self, problem: Problem, progress: Progress = silent, hints: Hints = NO_HINTS) -> Solution:
@@ -102,12 +104,12 @@ class PropagationSearch:
 
     problem: Problem
     fixed: Fixed
-    max_rounds: int = BUDGETS.propagation_rounds
+    max_rounds: int = MOST_ROUNDS
     last_first: bool = False
     progress: Progress = silent
     sources: tuple[dict[int, int], ...] = ()
     rounds: int = 0
-    eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.propagation_entries))
+    eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.axis_entries))
 
     def search(self, prices: Mapping[Buffer, float]) -> tuple[Judgement, list[Label]]:
         """The labels that follow under memory prices, and their judgement."""
