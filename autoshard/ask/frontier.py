@@ -14,12 +14,12 @@ from autoshard.ask.front import FrontSearch, Point, fastest, limits, met
 from autoshard.ask.ladder import ladder, shares_tables
 from autoshard.ask.strategy import Strategy
 from autoshard.cluster import Cluster
-from autoshard.errors import InfeasibleError, ShardingError
+from autoshard.errors import InfeasibleError, ShardingError, TraceError
 from autoshard.mesh_search.anytime import endings, timed
 from autoshard.microbatch import divisors
 from autoshard.plan.confirm import Confirm
 from autoshard.plan.forms import Form
-from autoshard.plan.microbatching import Microbatches, all_found, with_few
+from autoshard.plan.microbatching import AUTO, Microbatches, found_with_each, with_few
 from autoshard.plan.offloading import check_offload
 from autoshard.plan.prepared import Prepared, prepare
 from autoshard.plan.request import Request, given
@@ -197,7 +197,8 @@ def frontier(
         notes = ()
         try:
             if microbatches == "auto":
-                all_found(attempt)
+                numbers = {1, *AUTO} & {1, *divisors(divisible(asked.traced))}
+                found_with_each(sorted(numbers), lambda n, *_: attempt(n), silent, (TraceError,))
             elif microbatches == "fit":
                 with_few(attempt, asked.limit, lambda: divisors(divisible(asked.traced)))
             else:

@@ -57,30 +57,6 @@ def with_few(attempt: Callable[[int], Found], limit: float, numbers: Callable[[]
     raise InfeasibleError(text, smallest, failure.proven)
 
 
-def all_found(attempt: Callable[[int], Found]) -> list[Found]:
-    """What is found in one and in several microbatches; a number that the batch cannot be divided by is left out.
-
-    Raises:
-        InfeasibleError: nothing fits with any number.
-    """
-    failure: InfeasibleError | None = None
-    found: list[Found] = []
-    try:
-        found.append(attempt(1))
-    except InfeasibleError as error:
-        failure = error
-    for n in AUTO:
-        try:
-            found.append(attempt(n))
-        except InfeasibleError:
-            continue
-        except (SearchLimitError, TraceError):
-            break
-    if failure is not None and not found:
-        raise failure
-    return found
-
-
 def found_with_each(
     numbers: Sequence[N],
     attempt: Callable[[N, int, Progress], Found],
