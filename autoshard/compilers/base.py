@@ -161,13 +161,22 @@ class Compiler(ABC):
         """
         return 1.0
 
-    def row_bytes(self, shape: tuple[float, ...], itemsize: float, copied_itemsize: float, added_to: bool) -> float:
+    def sorts_rows(self, shape: tuple[float, ...], itemsize: float, added: float) -> bool:
+        """Whether it sorts rows that are added to zeros, and writes each of the table once.
+
+        Args:
+            shape, itemsize: of a device's part of the table, and of a number.
+            added: how many rows a device adds to it.
+        """
+        return False
+
+    def row_bytes(self, shape: tuple[float, ...], itemsize: float, copied_itemsize: float, added: float) -> float:
         """The bytes that copying a table costs between its own order and rows that are stored one by one; 0 where it is not copied.
 
         Args:
             shape: of a device's part.
             itemsize, copied_itemsize: of a number in the table, and in the copy, which may be rounded.
-            added_to: whether rows are added to it, and not looked up.
+            added: how many rows a device adds to it; 0 where they are looked up.
         """
         return 0.0
 

@@ -23,6 +23,7 @@ class Traffic:
         starts: how many kernels' starts it costs; 0 where it is part of another op's kernel.
         sent: the same of operands that are computed as they are read, but for where shards send parts of them: a kernel stores them then.
         before: the same of operands that another kernel makes ready, before the op reads them.
+        filled: the same of results that are filled with zeros before rows are added to them, unless the compiler sorts the rows first.
         by_rows: of each tensor of which whole rows are looked up or added to its position, the bytes of a number of a copy whose rows are
             stored one by one, where the compiler makes one, and how often it does in an execution of the op.
     """
@@ -32,6 +33,7 @@ class Traffic:
     starts: int = 0
     sent: tuple[tuple[int, float], ...] = ()
     before: tuple[tuple[int, float], ...] = ()
+    filled: tuple[tuple[int, float], ...] = ()
     by_rows: tuple[tuple[int, float, float], ...] = ()
 
 

@@ -227,6 +227,8 @@ class CostModel:
         values = facts.graph.values
         touched = dict.fromkeys(tensor for tensor, _ in (*traffic.tensors, *traffic.passes))
         nbytes = self._moved(facts, op, {tensor: self._parts(facts, op, choice, tensor, block) for tensor in touched})
+        if traffic.filled and not self._sorts_rows(facts, op, choice):
+            nbytes += sum(filled / self._parts(facts, op, choice, tensor, block) for tensor, filled in traffic.filled)
         flops = self.op_flops(facts, op, choice) / block[1]
         dtype = _dtype(op, values)
         if is_matrix(op.primitive) and rule is not None:
@@ -290,13 +292,30 @@ class CostModel:
         return self._byte_seconds * sum(nbytes / self._parts(facts, op, choice, tensor) for tensor, nbytes in moved)
 
     def _row_seconds(self, facts: ProgramFacts, op: Op, choice: Choice) -> float:
-        """The seconds of copying tables to rows that are looked up, and back from rows that are added to."""
-        nbytes = 0.0
+        """The seconds of copying tables to rows that are looked up, and back from rows that are added to.
+
+        Where an update shares an array with the sum, what it updates is copied to rows and back instead; not if the sum is combined first.
+        """
+        nbytes, values = 0.0, facts.graph.values
         for tensor, itemsize, times in facts.traffic[op.index].by_rows:
-            value = facts.graph.values[(*op.operands, *op.results)[tensor]]
-            local = local_shape(value.shape, self._layout(facts, op, choice, tensor), self.mesh.sizes)
-            nbytes += times * facts.compiler.row_bytes(local, value.itemsize, itemsize, tensor >= len(op.operands))
+            added, copies = 0.0, 1
+            if tensor >= len(op.operands):
+                rows = self._part(facts, op, choice, 2)[:-1]
+                updated = facts.row_updates.get(op.index, ()) if rows == values[op.operands[2]].shape[:-1] else ()
+                added, copies = (math.inf, 2 * len(updated)) if updated else (math.prod(rows), 1)
+            whole = values[(*op.operands, *op.results)[tensor]].itemsize
+            nbytes += times * copies * facts.compiler.row_bytes(self._part(facts, op, choice, tensor), whole, itemsize, added)
         return nbytes * self._byte_seconds
+
+    def _sorts_rows(self, facts: ProgramFacts, op: Op, choice: Choice) -> bool:
+        """Whether rows that an op adds to zeros are sorted before."""
+        table, rows = (self._part(facts, op, choice, tensor) for tensor in (len(op.operands), 2))
+        return facts.compiler.sorts_rows(table, facts.graph.values[op.results[0]].itemsize, math.prod(rows[:-1]))
+
+    def _part(self, facts: ProgramFacts, op: Op, choice: Choice, tensor: int) -> tuple[float, ...]:
+        """The shape of a device's part of an op's tensor, operands counted first."""
+        value = facts.graph.values[(*op.operands, *op.results)[tensor]]
+        return local_shape(value.shape, self._layout(facts, op, choice, tensor), self.mesh.sizes)
 
     def _moved(self, facts: ProgramFacts, op: Op, parts: Mapping[int, float]) -> float:
         """Bytes to and from a device's memory, by the number of parts of each tensor; products find small operands on the chip."""

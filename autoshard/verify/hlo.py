@@ -313,7 +313,7 @@ def _records(module: Module, computation: Computation, instruction: Instruction,
     if base == "all-reduce":
         parts = math.prod(dict(mesh.axes).get(axis, 0) for axis in axes)
         for k, names in enumerate(_tensors(computation, instruction, len(sizes))):
-            if parts > 1 and names and all(_only_sliced(module, computation, name, sizes[k] / parts) for name in names):
+            if parts > 1 and names and all(_only_sliced(module, computation, name, results[k] / parts) for name in names):
                 kinds[k] = "reduce_scatter"
     return [Collective(kind, axes, size, count, op) for kind, size in zip(kinds, sizes, strict=True)]
 

@@ -62,10 +62,10 @@ def test_tables_of_short_rows_are_copied_to_be_looked_up(width, copied):
 
 @pytest.mark.parametrize(("size", "width", "moved"), [(4_000_000, 64, 0.0), (1_000_000, 64, 2.0), (1_000_000, 128, 0.0)])
 def test_rows_are_added_to_row_by_row(size, width, moved):
-    """A table whose rows fill no tile lies in padded rows while some are added to, up to a twentieth of the memory (libtpu 0.0.52)."""
-    table, rows = floats(size, width), jax.ShapeDtypeStruct((1024,), jnp.int32)
+    """A table whose rows fill no tile is in padded rows while some are added to, up to a twentieth of the memory (libtpu 0.0.52)."""
+    table, rows = floats(size, width), jax.ShapeDtypeStruct((8192,), jnp.int32)
     facts = facts_of(lambda table, rows: table.at[rows].add(1.0), table, rows, donate_argnums=0)
-    assert peak(facts, "v5e:2x4") / (size * width * 4) == pytest.approx(1 + moved, rel=1e-3)
+    assert peak(facts, "v5e:2x4") / (size * width * 4) == pytest.approx(1 + moved, rel=1e-2)
 
 
 def of_adagrad(moment, gradient):

@@ -251,6 +251,15 @@ def test_equal_channels_of_two_collectives_both_count():
     assert collectives_of(text, MESH) == (Collective("reduce_scatter", ("y",), 128.0),) * 2
 
 
+def test_a_sum_that_is_rounded_on_its_way_is_a_reduce_scatter_if_it_is_sliced():
+    """XLA:TPU joins a cast with the all_reduce before it: what is sliced has the type of the result, what is sent that of the operand."""
+    entry = """  %p = f32[32]{0} parameter(0)
+  %i = u32[] partition-id()
+  %r = bf16[32]{0} all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, use_global_device_ids=true, to_apply=%add
+  ROOT %s = bf16[8]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={8}"""
+    assert collectives_of(module(entry), MESH) == (Collective("reduce_scatter", ("y",), 128.0),)
+
+
 def test_unknown_collectives_are_an_error():
     """What moves data in a form nobody described is not passed over."""
     for call in ('custom-call(%p), custom_call_target="MegaCollective"', "ragged-all-to-all(%p), replica_groups={{0,1}}"):

@@ -19,7 +19,7 @@ from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.tpu.buffers import tiled_buffers
 from autoshard.compilers.tpu.kernel_traffic import UNFUSED_BYTES, WIDE_BYTES, traffic_by_kernel
 from autoshard.compilers.tpu.rematerialisation import GOAL, recomputed
-from autoshard.compilers.tpu.tables import are_added_to_by_rows, are_looked_up_by_rows, row_bytes
+from autoshard.compilers.tpu.tables import are_added_to_by_rows, are_looked_up_by_rows, are_sorted, row_bytes
 from autoshard.compilers.tpu.tiling import padding
 from autoshard.compilers.traffic import Traffic
 from autoshard.ir import Assignment, Graph, Op, Value
@@ -153,9 +153,13 @@ class XlaTpu(Compiler):
     def padding(self, shape: tuple[float, ...], minor: Minor | None) -> float:
         return padding(shape, minor)
 
-    def row_bytes(self, shape: tuple[float, ...], itemsize: float, copied_itemsize: float, added_to: bool) -> float:
-        copied = are_added_to_by_rows(shape, itemsize, self.device.memory_bytes) if added_to else are_looked_up_by_rows(shape, itemsize)
-        return row_bytes(shape, copied_itemsize, self.fast_memory_bytes) if copied else 0.0
+    def sorts_rows(self, shape: tuple[float, ...], itemsize: float, added: float) -> bool:
+        return are_sorted(shape, itemsize, added)
+
+    def row_bytes(self, shape: tuple[float, ...], itemsize: float, copied_itemsize: float, added: float) -> float:
+        adds = are_added_to_by_rows(shape, itemsize, added, self.device.memory_bytes)
+        copied = adds if added else are_looked_up_by_rows(shape, itemsize)
+        return row_bytes(shape, copied_itemsize, added, self.fast_memory_bytes) if copied else 0.0
 
     def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:
         """Where collectives are synchronous, the compiler may take more orders.

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.op_patterns import MOST_OF, stands_alone
-from autoshard.compilers.tpu.tables import tables_by_rows
+from autoshard.compilers.tpu.tables import adds_rows, tables_by_rows
 from autoshard.compilers.traffic import Traffic, traffic_by_op, widened_bytes
 from autoshard.ir import Graph, Op
 from autoshard.primitives import is_matrix, is_reduction, is_scatter
@@ -92,8 +92,15 @@ class _Kernels:
             for op, moved, passes, starts in zip(self.ops, self.moved, self.passes, self.starts, strict=True)
         )
         rows = tables_by_rows(self.graph, self.fusion)
-        apart = (replace(plain, passes=self._zeros(op), by_rows=rows.get(op.index, ())) for op, plain in zip(self.ops, by_op, strict=True))
+        apart = (self._apart(op, plain, rows.get(op.index, ())) for op, plain in zip(self.ops, by_op, strict=True))
         return tuple(plain if one else own for plain, own, one in zip(apart, found, alone, strict=True))
+
+    def _apart(self, op: Op, plain: Traffic, rows: tuple[tuple[int, float, float], ...]) -> Traffic:
+        """The traffic of an op that is fused with nothing."""
+        zeros = self._zeros(op)
+        if op.primitive == "scatter-add" and adds_rows(self.graph, op):
+            return replace(plain, filled=zeros, by_rows=rows)
+        return replace(plain, passes=zeros, by_rows=rows)
 
     def _zeros(self, op: Op) -> tuple[tuple[int, float], ...]:
         """The bytes of filling an array with zeros that a scatter adds to."""

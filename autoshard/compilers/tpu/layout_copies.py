@@ -116,8 +116,10 @@ def _added_by_rows(facts: ProgramFacts, assignment: Assignment, partials: Mappin
         layout = partials[op.index].source if op.index in partials else assignment.layout(total)
         local = local_shape(values[total].shape, layout, mesh) or (1.0,)
         inserted = op.params["dimension_numbers"].inserted_window_dims
+        part = local_shape(values[added].shape, _first_read_in(facts, assignment, op, added), mesh)
+        rows = math.inf if op.index in facts.row_updates and op.index not in partials else math.prod(part[:-1])
         whole = values[added].shape[-1:] == values[total].shape[-1:] and len(local) - 1 not in inserted
-        if whole and are_added_to_by_rows(local, values[total].itemsize, memory):
+        if whole and are_added_to_by_rows(local, values[total].itemsize, rows, memory):
             yield op, math.prod(local) * values[total].itemsize * tiled(local[-1], math.prod(local[:-1]))
 
 

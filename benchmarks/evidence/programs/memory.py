@@ -8,7 +8,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 
-from benchmarks.evidence.measures import COPYING, PEAK, copies, in_fast_memory
+from benchmarks.evidence.measures import COPYING, FILLING, PEAK, copies, in_fast_memory
 from benchmarks.evidence.program import BF16, F32, SPLIT, Program, leaf, named, program
 
 MIB = 2**20
@@ -119,6 +119,18 @@ for (width, dtype), share in product(((4, F32), (32, F32), (4, BF16)), (0.049, 0
 for (kinds, added), width, dtype in product(((1 << 20, 8192), (1 << 15, 1024)), (8, 64), (F32, BF16)):
     function, args = partial(summed_by_kind, kinds=kinds), (leaf(added, dtype=jnp.int32), leaf(added, width, dtype=dtype))
     named(f"{kinds} sums of {added} rows of {width} in {jnp.dtype(dtype)}", Program(function, args, COPYING))
+
+LARGE = ((700_000, 48, 1750), (700_000, 48, 1900), (400_000, 20, 1300), (400_000, 20, 1400), (1_000_000, 8, 3800), (1_000_000, 8, 4000))
+for kinds, width, added in LARGE:
+    args = leaf(added, dtype=jnp.int32), leaf(added, width, dtype=F32)
+    measure = copies(f"f32[{kinds},{width}]")
+    named(f"{kinds} sums of {added} rows of {width}", Program(partial(summed_by_kind, kinds=kinds), args, measure))
+
+MILLION = 1 << 20
+FILLED = ((MILLION, 8, 2048), (MILLION, 8, 16384), (MILLION, 64, 16384), (MILLION, 8, 40_000), (100_000, 128, 2500), (100_000, 128, 3500))
+for kinds, width, added in FILLED:
+    args = leaf(added, dtype=jnp.int32), leaf(added, width, dtype=F32)
+    named(f"zeros for {kinds} sums of {added} rows of {width}", Program(partial(summed_by_kind, kinds=kinds), args, FILLING))
 
 named("a table of 1048576 rows of 64 looked up", Program(looked_up, (leaf(1 << 20, 64, dtype=F32), leaf(1024, dtype=jnp.int32)), COPYING))
 
