@@ -239,7 +239,7 @@ def _named(found: Estimate | None) -> str:
         return ""
     mesh, (stages, n) = "x".join(map(str, found.mesh.sizes)), (found.candidate.n_stages, found.candidate.n_microbatches)
     what = f"{stages} stages of {mesh}" if stages > 1 else f"no stages, {mesh}"
-    again = ", recomputes" if found.again is not None else ""
+    again = ", recomputes" if any(each is not None for each in found.again) else ""
     return f"{what}, {n} microbatches{f', {found.schedule}' if stages > 1 else ''}{again}"
 
 

@@ -65,17 +65,15 @@ class Estimator:
     def best(self, candidate: Candidate, meshes: Sequence[OnMesh], options: Sequence[Option]) -> list[Estimate]:
         """The best plan of each schedule that fits, of stages that all have one mesh, and one of these options each.
 
-        All compute the same again, or, of layers that are not scanned, only the first ones anything: they have most microbatches in
-        flight.
+        What is computed again, and whether optimizer state is on hosts, is a choice of each stage; of scanned layers, one of them all.
         """
-        groups: dict[tuple[int, int | None], list[Option]] = {}
+        groups: dict[tuple, list[Option]] = {}
         for option in options:
-            groups.setdefault((option.mesh, option.again), []).append(option)
-        mixed = {} if self.layers.are_scanned else groups
-        some = [[*groups.get((mesh, None), ()), *group] for (mesh, again), group in mixed.items() if again is not None]
+            alike = (option.again, option.hosted) if self.layers.are_scanned else ()
+            groups.setdefault((option.mesh, *alike), []).append(option)
         found = []
         for name in self.schedules(candidate):
-            each = [self.estimate(candidate, name, meshes, group) for group in (*groups.values(), *some)]
+            each = [self.estimate(candidate, name, meshes, group) for group in groups.values()]
             found.append(min(filter(None, each), key=lambda one: one.makespan_seconds, default=None))
         return [each for each in found if each is not None]
 
@@ -101,19 +99,12 @@ class Estimator:
         return tuple(-(-sum(alive[stage::n]) // chunks) for stage in range(n))
 
     def estimate(self, candidate: Candidate, name: str, meshes: Sequence[OnMesh], options: Sequence[Option]) -> Estimate | None:
-        """The best plan under one schedule, on one mesh and with one recomputation or none by stage; None where nothing fits.
-
-        Nor is there one where other than the first stages compute anything again, as no program does that.
-        """
+        """The best plan under one schedule, on one mesh, with an option for each stage; None where nothing fits."""
         costs = [option.costs for option in options]
         alive, send, n = self.in_flight(name, candidate), self.send_seconds(candidate), candidate.n_microbatches
         fill = FILL[name]
         layering = best_layering(costs, self.layers.count, n, alive, self.asked.limit_bytes, send, fill)
         if layering is None:
-            return None
-        again = [options[o].again for o in layering.options]
-        first = next((s for s, each in enumerate(again) if each is None), len(again))
-        if any(each is not None for each in again[first:]):
             return None
         last = candidate.n_stages - 1
         stages = [costs[o].of(k, float(s == last)) for s, (o, k) in enumerate(zip(layering.options, layering.layers, strict=True))]
@@ -121,8 +112,9 @@ class Estimator:
         slowest = max(*times, send)
         objective = n * slowest + fill * (sum(times) - max(times)) + max(stage.once_seconds for stage in stages) + 2 * last * send
         mesh = meshes[options[0].mesh].problems[0].mesh
-        share = sum(layering.layers[:first]) / self.layers.count
-        return Estimate(candidate, name, mesh, layering, tuple(costs), again[0], objective, share if again[0] is not None else 0.0)
+        chosen = [options[o] for o in layering.options]
+        again, hosted = tuple(each.again for each in chosen), tuple(each.hosted for each in chosen)
+        return Estimate(candidate, name, mesh, layering, tuple(costs), again, objective, hosted)
 
     def send_seconds(self, candidate: Candidate) -> float:
         """One transfer of what a layer hands to the next, each device to its counterpart in the next stage."""

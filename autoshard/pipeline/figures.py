@@ -98,7 +98,7 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
     values = stage.traced.graph.values
 
     def nbytes(value: int) -> float:
-        return values[value].nbytes / shards(layout(value), sizes)
+        return 0.0 if values[value].on_host else values[value].nbytes / shards(layout(value), sizes)
 
     received = _message_bytes(stage.receives, stage.traced.graph.arguments[len(stage.arguments) :], nbytes, n)
     sent = _message_bytes(stage.sends, stage.traced.graph.results[len(stage.results) :], nbytes, n)
@@ -167,7 +167,8 @@ def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: 
             if value in made and value not in free:
                 n = max(shards(before, sizes), shards(after, sizes))
                 parts[value] = min(n, parts.get(value, n))
-    return sum(stage.traced.graph.values[value].nbytes / n for value, n in parts.items())
+    values = stage.traced.graph.values
+    return sum(values[value].nbytes / n for value, n in parts.items() if not values[value].on_host)
 
 
 def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collection[int]) -> float:

@@ -111,7 +111,8 @@ def costs_of(problem: Problem, judgement: Judgement, n_microbatches: int) -> Cos
         sums = loop.results[: num_carry(loop.params)]
 
     def nbytes(values: Iterable[int]) -> float:
-        return sum(facts.graph.values[value].nbytes / shards(layout(value), problem.mesh.sizes) for value in values)
+        own = ((value, facts.graph.values[value]) for value in values)
+        return sum(each.nbytes / shards(layout(value), problem.mesh.sizes) for value, each in own if not each.on_host)
 
     state, (kept, backward) = nbytes((*facts.graph.arguments, *sums)), (0.0, 0.0)
     if loop is not None:
@@ -166,7 +167,8 @@ def _turn(facts: ProgramFacts, loop: Op) -> tuple[int, frozenset[int]]:
     made -= _added_up(body)
     times = facts.lifetimes
     own = np.array([value in made and not passed for value, passed in zip(times.values, times.passed, strict=True)])
-    sizes = [facts.graph.values[value].nbytes if is_own else 0.0 for value, is_own in zip(times.values, own, strict=True)]
+    of = [facts.graph.values[value] for value in times.values]
+    sizes = [each.nbytes if is_own and not each.on_host else 0.0 for each, is_own in zip(of, own, strict=True)]
     turn = int(np.argmax(usage(times.moments, sizes, times.born, times.dies)))
     return turn, frozenset(times.values[k] for k in np.flatnonzero(own & (times.born <= turn) & (turn < times.dies)))
 

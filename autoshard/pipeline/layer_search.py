@@ -42,11 +42,13 @@ class Option:
         mesh: the number of the mesh.
         costs: of a layer, and of all else.
         again: the number of the recomputation of its program; None: nothing is computed again.
+        hosted: whether its optimizer state is in the memory of hosts.
     """
 
     mesh: int
     costs: LayerCosts
     again: int | None = None
+    hosted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +76,7 @@ class LayerSearch:
         n_layers: of the whole step.
         numbers: layers of the two programs.
         again: the number of the programs' recomputation; None: nothing is computed again.
+        hosted: whether their optimizer state is in the memory of hosts.
         meshes: per mesh what is known of it.
         free: the options without prices.
         lean: the meshes that are searched at prices.
@@ -91,8 +94,10 @@ class LayerSearch:
         numbers: tuple[int, int],
         again: int | None = None,
         progress: Progress = silent,
+        hosted: bool = False,
     ):
         self.programs, self.n_layers, self.searcher, self.numbers, self.again = programs, n_layers, searcher, numbers, again
+        self.hosted = hosted
         self.progress = progress
         self.meshes: list[OnMesh] = [OnMesh(pair) for pair in zip(*problems, strict=True)]
         self.free: list[Option] = []
@@ -136,7 +141,7 @@ class LayerSearch:
             if self._solved(k, 1):
                 mesh = self.meshes[k]
                 costs = self._costs(k, [answer[0] for answer in mesh.answers])
-                self.free.append(Option(k, costs, self.again))
+                self.free.append(Option(k, costs, self.again, self.hosted))
                 self.floor_seconds: float = costs.of(self.n_layers).floor_seconds
                 bounds.append(self._extended(*mesh.bounds))
         self.bound_seconds: float = min(bounds, default=0.0)
@@ -152,7 +157,7 @@ class LayerSearch:
         for k in self._lean(price, in_flight):
             if self._solved(k, 1):
                 judgements = [self._priced(k, which, price, in_flight) for which in (0, 1)]
-                found.append(Option(k, self._costs(k, judgements), self.again))
+                found.append(Option(k, self._costs(k, judgements), self.again, self.hosted))
         return found
 
     def _lean(self, price: float, in_flight: int) -> list[int]:

@@ -62,7 +62,8 @@ def best_layering(
     if most < 1:
         return None
     counts = np.arange(1, most + 1)
-    stages = [_stage(options, counts, alive, limit_bytes, send_seconds, s == n_stages - 1) for s, alive in enumerate(in_flight)]
+    rest = limit_bytes, send_seconds, n_microbatches
+    stages = [_stage(options, counts, alive, s == n_stages - 1, *rest) for s, alive in enumerate(in_flight)]
     seconds, after = (np.stack([stage[k] for stage in stages]) for k in (0, 1))
     best, least = None, np.inf
     for slowest in _paces(seconds, n_layers):
@@ -80,9 +81,12 @@ def best_layering(
 
 
 def _stage(
-    options: Sequence[LayerCosts], counts: np.ndarray, alive: int, limit: float, send: float, is_last: bool
+    options: Sequence[LayerCosts], counts: np.ndarray, alive: int, is_last: bool, limit: float, send: float, n_microbatches: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Per number of layers: seconds of a microbatch, infinity where it does not fit; seconds after the last; the option; peak bytes."""
+    """Per number of layers: seconds of a microbatch, infinity where it does not fit; seconds after the last; the option; peak bytes.
+
+    The option is the one that takes the stage least time in all.
+    """
     share = float(is_last)
     seconds, after, peaks = [], [], []
     for option in options:
@@ -92,7 +96,7 @@ def _stage(
         seconds.append(np.where(peak <= limit, pace, np.inf))
         after.append(counts * layer.after_seconds + share * ends.after_seconds)
         peaks.append(peak)
-    best = np.argmin(np.stack(seconds), axis=0)
+    best = np.argmin(np.stack(seconds) + np.stack(after) / n_microbatches, axis=0)
     rows = np.arange(len(counts))
     pace, late, peak = (np.stack(each)[best, rows] for each in (seconds, after, peaks))
     return pace, late, best, peak

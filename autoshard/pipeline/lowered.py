@@ -124,9 +124,12 @@ class _Lowering:
             lowered = traced_without_kernels(traced, groups).lower(lowering_platforms=(self.platform,))
         else:
             lowered = traced.lower(lowering_platforms=(self.platform,))
-        every = NamedSharding(self.plan.mesh, PartitionSpec(tuple(self.plan.mesh.axis_names)))
-        made = jax.tree.map(lambda x: _type(x.shape, x.dtype, every) if x.shape else x, traced.out_info)  # scalars are results of the step
-        return lowered, made
+        spec, host = PartitionSpec(tuple(self.plan.mesh.axis_names)), jax.memory.Space.Host
+        on_device, on_host = (NamedSharding(self.plan.mesh, spec, memory_kind=kind) for kind in (None, HOST))
+        leaves, tree = jax.tree.flatten(traced.out_info)
+        where = [on_host if aval.memory_space == host else on_device for aval in traced.jaxpr.out_avals]
+        made = [_type(x.shape, x.dtype, at) if x.shape else x for x, at in zip(leaves, where, strict=True)]  # scalars are results
+        return lowered, tree.unflatten(made)
 
     def _bytes(self, types: Sequence[Any]) -> float:
         """Bytes on each device."""

@@ -16,13 +16,15 @@ from autoshard.primitives import is_matrix
 def is_backward(micro: Micro) -> tuple[bool, ...]:
     """Per op of the body whether it belongs to the backward pass: JAX names it a transposed one, or it depends on such an op.
 
+    So does what comes back from the memory of hosts, where the forward pass sends what is read by the backward pass alone.
+
     Where JAX names none so, nor any one as differentiated, it is what comes after the op at which most bytes are alive, if the program adds
     up arrays at all. Where some are named as differentiated, this is a pass over the microbatches without gradients.
     """
-    made: set[int] = set()
+    made, values = set[int](), micro.graph.values
     found = []
     for op in micro.body.ops:
-        backward = "transpose(" in op.origin.name_stack or any(value in made for value in op.operands)
+        backward = "transpose(" in op.origin.name_stack or any(value in made or values[value].on_host for value in op.operands)
         backward = backward and not all(micro.free[value] for value in op.results)
         found.append(backward)
         if backward:

@@ -1,9 +1,9 @@
 """Arrays of each device as they are handed from one program of a stage to the next, as few of them as possible.
 
 The time that a call takes the host grows with the number of arrays: with small ones it is longer than what devices compute. So small arrays
-are concatenated, which costs a copy; large ones, whose copies would take devices longer than the host, are handed on as
-they are. What a device has may differ from device to device, as partial sums do: an array that is handed on is what all devices have, one
-after the other along its first dimension.
+are concatenated, which costs a copy; large ones, whose copies would take devices longer than the host, and those in the memory of hosts,
+are handed on as they are. What a device has may differ from device to device, as partial sums do: an array that is handed on is what all
+devices have, one after the other along its first dimension.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class _Place:
         first: its first element there; -1 where it is that array.
         handed: the dtype that it has there.
         dtype: its own.
+        on_host: whether it is in the memory of the device's host.
     """
 
     array: int
@@ -38,6 +39,7 @@ class _Place:
     shape: tuple[int, ...]
     handed: Any
     dtype: Any
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,10 @@ class Packing:
         packed: dict[Any, tuple[int, int]] = {}  # per dtype the array and its length so far
         n_arrays = 0
         for type_, handed in zip(types, dtypes or [each.dtype for each in types], strict=True):
-            size = math.prod(type_.shape)
-            storage = None if _is_key(handed) else _storage(handed, keep_dtypes)
+            size, on_host = math.prod(type_.shape), getattr(type_, "memory_space", None) == jax.memory.Space.Host
+            storage = None if _is_key(handed) or on_host else _storage(handed, keep_dtypes)
             if storage is None or size * np.dtype(storage).itemsize > SMALL_BYTES:
-                places.append(_Place(n_arrays, -1, tuple(type_.shape), handed, type_.dtype))
+                places.append(_Place(n_arrays, -1, tuple(type_.shape), type_.dtype if on_host else handed, type_.dtype, on_host))
                 n_arrays += 1
                 continue
             array, length = packed.get(storage, (n_arrays, 0))
@@ -81,9 +83,16 @@ class Packing:
         return tuple(place.handed for place in self.places)
 
     @property
+    def on_host(self) -> tuple[bool, ...]:
+        """Per array that is handed on whether it is in the memory of hosts."""
+        there = {place.array for place in self.places if place.on_host}
+        return tuple(k in there for k in range(self.n_arrays))
+
+    @property
     def nbytes(self) -> float:
-        """The bytes of the arrays on a device; none of random keys."""
-        sizes = (math.prod(place.shape) * np.dtype(place.handed).itemsize for place in self.places if not _is_key(place.handed))
+        """The bytes of the arrays on a device; none of random keys, nor of what is in the memory of hosts."""
+        own = (place for place in self.places if not place.on_host and not _is_key(place.handed))
+        sizes = (math.prod(place.shape) * np.dtype(place.handed).itemsize for place in own)
         return float(sum(sizes))
 
     def pack(self, arrays: Sequence[Any]) -> list[Any]:

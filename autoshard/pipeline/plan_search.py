@@ -27,7 +27,6 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 from autoshard.cluster import Cluster
 from autoshard.concurrency import thread_seconds
@@ -37,7 +36,7 @@ from autoshard.judge.model import CostModel
 from autoshard.microbatch import in_loop
 from autoshard.pipeline.estimates import Estimator
 from autoshard.pipeline.layer_search import LayerSearch, Option
-from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Layers, Plans, Problems, Shorter
+from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Known, Layers, Plans, Problems, Recomputing, Shorter
 from autoshard.pipeline.scanned import equal_layers_of
 from autoshard.pipeline.scheduling import NAMES
 from autoshard.primitives import is_matrix
@@ -66,34 +65,6 @@ def search_plans(traced: Traced, cluster: Cluster, problems: Problems, asked: As
     return None if planning is None else planning.run(progress)
 
 
-@dataclass(slots=True, eq=False)
-class _Known:
-    """What is known of a candidate.
-
-    Attributes:
-        work, floor: lower bounds: of all layers on all microbatches with the devices of one stage, and of computing one microbatch.
-        computing: as ``work``, of computing alone.
-        meshes: per mesh the bound of the program of few layers.
-        search: its search, once there was one.
-        again: those of the programs that compute again, once there were any.
-        found: its best estimates, one a schedule.
-        price: seconds a byte at which something fitted.
-        is_raised: whether its bound heeds memory.
-        needs_less: whether one of fewer microbatches is so far from fitting that this one is not tried.
-    """
-
-    work: float
-    floor: float
-    computing: float
-    meshes: list[float] = field(default_factory=list)
-    search: LayerSearch | None = None
-    again: list[LayerSearch] | None = None
-    found: list[Estimate] = field(default_factory=list)
-    price: float = 0.0
-    is_raised: bool = False
-    needs_less: bool = False
-
-
 class _TimeIsOver(Exception):
     """The end of a search in the middle of a candidate's."""
 
@@ -108,7 +79,7 @@ class Planning:
         self.fill: float = min(0.0 if NAMES[name].chunks is None else FILL[name] for name in asked.schedules)  # many chunks have hardly any
         self.price = 0.0  # seconds a byte at which something fitted
         self.until = self.until_cpu = self.below = math.inf
-        self.known: dict[Candidate, _Known] = {}
+        self.known: dict[Candidate, Known] = {}
         alone: dict[int, tuple[float, float]] = {}
         candidates = self.estimator.candidates(shorter.programs[0])
         part = self.part(min(candidates).n_stages) if candidates else cluster
@@ -117,7 +88,7 @@ class Planning:
             if each.n_stages not in alone:
                 alone[each.n_stages] = self.computing_seconds(each.n_stages)
             computing, products = alone[each.n_stages]
-            self.known[each] = _Known(computing, products / each.n_microbatches, computing)
+            self.known[each] = Known(computing, products / each.n_microbatches, computing)
 
     @classmethod
     def of(cls, traced: Traced, cluster: Cluster, problems: Problems, asked: Asked) -> Planning | None:
@@ -281,17 +252,19 @@ class Planning:
         if not known.found and self.bound(candidate) < self.fastest_objective():
             self.search_less_memory(candidate, known)
 
-    def searches(self, candidate: Candidate, shorter: Shorter, again: int | None = None) -> LayerSearch:
-        """The searches of a candidate, of the step as it is or as it computes again, which are not run yet."""
+    def searches(self, candidate: Candidate, shorter: Shorter, again: int | None = None, hosting: Recomputing | None = None) -> LayerSearch:
+        """The searches of a candidate, of the step as it is, as it computes again or with its state on hosts, which are not run yet."""
         part, n = self.part(candidate.n_stages), candidate.n_microbatches
-        if shorter is self.shorter and candidate == Candidate(1, 1):
+        if shorter is self.shorter and candidate == Candidate(1, 1) and hosting is None:
             looped, problems = list(shorter.programs), self.plain
         else:
             looped = [in_loop(program, n) if n > 1 else program for program in shorter.programs]
+            looped = [(hosting(program) or program) if hosting else program for program in looped]
             problems = [self.problems(program, part) for program in looped]
-        return LayerSearch(looped, self.layers.count, problems, _SEARCHER, shorter.numbers, again, self.check_time)
+        numbers = self.layers.count, problems, _SEARCHER, shorter.numbers
+        return LayerSearch(looped, *numbers, again, self.check_time, hosting is not None)
 
-    def search_less_memory(self, candidate: Candidate, known: _Known) -> None:
+    def search_less_memory(self, candidate: Candidate, known: Known) -> None:
         """Finds plans of less memory, where none without a price on bytes fits: with recomputation, and at a few prices.
 
         The price is one that is known, or two more, and one between. What computes most again is searched at prices, too.
@@ -336,13 +309,17 @@ class Planning:
                 known.needs_less = True
 
     def recomputed(self, candidate: Candidate, plain: LayerSearch) -> list[LayerSearch]:
-        """The searches of the programs that compute again, without prices, on the meshes on which the plain one was solved for good."""
+        """The searches of the programs that compute again, or have their state on hosts, without prices; the one of least memory is last.
+
+        They are on the meshes on which the plain one was solved for good.
+        """
         if self.again is None:
             self.again = list(self.shorter_again())
-        found = []
-        for number, shorter in self.again:
+        found, hosting = [], self.asked.hosting
+        hosted = [(None, self.shorter, hosting), *((*each, hosting) for each in self.again[-1:])] if hosting else []
+        for number, shorter, on_hosts in (*((*each, None) for each in self.again), *hosted):
             with suppress(SearchLimitError, ShardingError, TraceError):
-                search = self.searches(candidate, shorter, number)
+                search = self.searches(candidate, shorter, number, on_hosts)
                 search.run([0.0 if len(mesh.answers) > 1 else math.inf for mesh in plain.meshes])
                 found.append(search)
         return found

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.pipeline.layer_costs import LayerCosts
+from autoshard.pipeline.layer_search import LayerSearch
 from autoshard.pipeline.layering import Layering
 from autoshard.problem import Problem
 from autoshard.trace import Traced
@@ -85,9 +87,9 @@ class Estimate:
         mesh: of a stage's devices, in its best placement.
         layering: the layers of each stage.
         options: the plans that a stage may have.
-        again: the number of the recomputation among those asked for; None: nothing is computed again.
+        again: per stage the number of the recomputation among those asked for; None: nothing is computed again.
         objective_seconds: the makespan without overlap, to compare with bounds.
-        again_share: of the layers, the first ones, that are computed again; 0 where none is.
+        hosted: per stage whether its optimizer state is in the memory of hosts.
     """
 
     candidate: Candidate
@@ -95,14 +97,20 @@ class Estimate:
     mesh: Mesh
     layering: Layering
     options: tuple[LayerCosts, ...]
-    again: int | None
+    again: tuple[int | None, ...]
     objective_seconds: float
-    again_share: float = 0.0
+    hosted: tuple[bool, ...]
 
     @property
     def makespan_seconds(self) -> float:
         """Of a step, as predicted."""
         return self.layering.makespan_seconds
+
+    @property
+    def parts(self) -> list[tuple[float, int | None]]:
+        """Per stage with which share of all layers it ends, and its recomputation."""
+        before = accumulate(self.layering.layers)
+        return [(n / sum(self.layering.layers), again) for n, again in zip(before, self.again, strict=True)]
 
 
 class Bounds(NamedTuple):
@@ -111,6 +119,34 @@ class Bounds(NamedTuple):
     computing_seconds: float
     objective_seconds: float
     n_stages: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """What is known of a candidate.
+
+    Attributes:
+        work, floor: lower bounds: of all layers on all microbatches with the devices of one stage, and of computing one microbatch.
+        computing: as ``work``, of computing alone.
+        meshes: per mesh the bound of the program of few layers.
+        search: its search, once there was one.
+        again: those of the programs that compute again, once there were any.
+        found: its best estimates, one a schedule.
+        price: seconds a byte at which something fitted.
+        is_raised: whether its bound heeds memory.
+        needs_less: whether one of fewer microbatches is so far from fitting that this one is not tried.
+    """
+
+    work: float
+    floor: float
+    computing: float
+    meshes: list[float] = field(default_factory=list)
+    search: LayerSearch | None = None
+    again: list[LayerSearch] | None = None
+    found: list[Estimate] = field(default_factory=list)
+    price: float = 0.0
+    is_raised: bool = False
+    needs_less: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +214,7 @@ class Asked:
         stages: numbers to try; None: all with which the cluster has equal parts.
         microbatches: the only number to try; None: several.
         recomputing: the recomputations, from little time to little memory; called where memory binds.
+        hosting: makes of a program one with its optimizer state in the memory of hosts; None where it has none, or it is to stay.
         ends: exceptions after which the search ends with what it has.
         least_gain: of the makespan, with overlap or without, that is worth a search.
     """
@@ -187,5 +224,6 @@ class Asked:
     stages: Sequence[int] | None = None
     microbatches: int | None = None
     recomputing: Sequence[Recomputing] = ()
+    hosting: Recomputing | None = None
     ends: tuple[type[BaseException], ...] = ()
     least_gain: float = 0.01

@@ -99,7 +99,8 @@ class FoundPipeline:
         for piece, (stage, own) in enumerate(zip(self.staged.stages, self.stages, strict=True)):
             graph, layout = stage.traced.graph, own.strategy.record.assignment.layout
             for k, is_home, value, name in zip(stage.arguments, stage.homes, graph.arguments, graph.argument_paths, strict=False):
-                if is_home and name not in names and k < len(self.staged.divided.arguments):
+                is_there = is_home and not graph.values[value].on_host
+                if is_there and name not in names and k < len(self.staged.divided.arguments):
                     nbytes = graph.values[value].nbytes / shards(layout(value), own.strategy.record.mesh.sizes)
                     found[part_of(piece, self.n_parts, self.placement)] += nbytes
         return max(found)

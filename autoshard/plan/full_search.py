@@ -12,12 +12,11 @@ from typing import Any
 
 from autoshard.budgets import BUDGETS
 from autoshard.cluster import Cluster
-from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.concurrency import thread_seconds
 from autoshard.errors import TraceError
 from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
-from autoshard.ir.rewrites import Recompute
+from autoshard.ir.rewrites import Offload, Recompute
 from autoshard.judge.model import CostModel
 from autoshard.mesh_search.anytime import timed
 from autoshard.pipeline.estimates import has_parts
@@ -34,7 +33,7 @@ from autoshard.plan.stage_searches import Call, facts_of, in_stages, of_step
 from autoshard.plan.user_pins import UserPins, user_pins
 from autoshard.problem import Problem
 from autoshard.progress import Progress, part
-from autoshard.recompute import Options
+from autoshard.recompute import Options, optimizer_state
 from autoshard.rewrite import applied, rewritten
 from autoshard.trace import Traced
 
@@ -58,19 +57,12 @@ def problems_on(whole: UserPins, given: Mesh | None, program: Traced, devices: C
     return found
 
 
-def _saving(program: Traced, facts: ProgramFacts, cluster: Cluster) -> list[Remat]:
-    """The recomputations at `RECOMPUTED`, of those that save much; none where no one does."""
-    options = Options(program, facts, cluster.device).all
+def _saving(options: Sequence[Remat]) -> list[Remat]:
+    """The recomputations at `RECOMPUTED`, and the one with most in the memory of hosts, of those that save much; none where no one does."""
     saving = [each for each in options if each.kept_bytes < (1 - LEAST_SAVED) * each.plain_bytes]
-    return [saving[round(share * (len(saving) - 1))] for share in RECOMPUTED] if saving else []
-
-
-def _of_first(whole: Remat | None, share: float, options: Callable[[], Sequence[Remat]]) -> Remat | None:
-    """Of the recomputations that there are, the one nearest to that of a share of the layers, the first ones: their stages hold most."""
-    if whole is None or share >= 1:
-        return whole
-    wanted = whole.plain_bytes - share * (whole.plain_bytes - whole.kept_bytes)
-    return min((*options(), whole), key=lambda each: abs(each.kept_bytes - wanted))
+    hosted = [each for each in saving if each.hosted_bytes]
+    again = [each for each in saving if not each.hosted_bytes]
+    return [*(again[round(share * (len(again) - 1))] for share in RECOMPUTED if again), *hosted[-1:]]
 
 
 def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> list[Plan]:
@@ -90,30 +82,38 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
     def alone(left: float | None) -> Sequence[Plan]:
         return whole(replace(request.every_form, seconds=left), part(call.progress, 0.0, 0.3))
 
+    offload = request.offload if cluster.device.host_bandwidth_bytes_per_second else None
+    of_program = partial(Options, device=cluster.device, hosts=offload in ("activations", "auto"))
+
+    @cache
+    def options() -> Options:
+        return of_program(traced, facts)
+
     @cache
     def again() -> list[Remat | None]:
         """The recomputations that plans may have, of the whole step; None for one like another."""
-        chosen = [] if remat is None else _saving(traced, facts, cluster)
+        chosen = [] if remat is None else _saving(options().all)
         return [None if each in chosen[:k] else each for k, each in enumerate(chosen)]
 
     def recomputing(number: int, program: Traced) -> Traced | None:
-        own = again() if program is traced else _saving(program, facts_of(program, cluster), cluster)
-        chosen = own[number] if own else None
+        own = again() if program is traced else _saving(of_program(program, facts_of(program, cluster)).all)
+        chosen = own[number] if number < len(own) else None
         return None if chosen is None else applied(Recompute(chosen), program)
 
-    @cache
-    def options() -> Sequence[Remat]:
-        return Options(traced, facts, cluster.device).all
+    def hosting(program: Traced) -> Traced | None:
+        leaves = optimizer_state(program)
+        return applied(Offload(leaves), program) if leaves else None
 
     @cache
     def planning() -> Planning | None:
         schedules = (request.schedule or USUAL,)
-        others = [] if remat in (None, "full") else [partial(recomputing, number) for number in range(len(RECOMPUTED))]
-        most = Recompute.of(Options(traced, facts, cluster.device).full) if remat == "full" else ()
+        others = [] if remat in (None, "full") else [partial(recomputing, number) for number in range(len(RECOMPUTED) + 1)]
+        most = Recompute.of(options().full) if remat == "full" else ()
         program = rewritten(traced, (*traced.rewrites, *most))
         wanted = Wanted(
-            call.limit, schedules, None, call.number, others, ends=request.ends, least_gain=DEEP_GAIN if is_deep else BUDGETS.least_gain
-        )
+            call.limit, schedules, None, call.number, others, hosting if offload in ("optimizer", "auto") else None, ends=request.ends,
+            least_gain=DEEP_GAIN if is_deep else BUDGETS.least_gain,
+        )  # fmt: skip
         return Planning.of(program, cluster, partial(problems_on, pins, given), wanted)
 
     def plans(*limits: Any) -> Plans | None:
@@ -124,12 +124,14 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
         progress = part(call.progress, 0.6, 0.4)
         if left is None:
             left, progress = math.inf, timed(progress, core_seconds, thread_seconds)
-        numbers, again_of_it = like.candidate if isinstance(like, Estimate) else like, None
+        numbers, hosts, again_of_it = like.candidate if isinstance(like, Estimate) else like, False, None
         own = replace(request, seconds=left, stages=numbers.n_stages, microbatches=numbers.n_microbatches, plan="sharding")
         if isinstance(like, Estimate):
             own = replace(own, schedule=like.schedule, mesh=dict(like.mesh.shape))
-            again_of_it = None if like.again is None else _of_first(again()[like.again], like.again_share, options)
-        return in_stages(replace(call, request=own, progress=progress, recomputed=again_of_it), numbers.n_stages, (traced, facts, spent))
+            parts = [(share, None if number is None else again()[number]) for share, number in like.parts]
+            hosts, again_of_it = any(like.hosted), options().by_part(parts) if remat is not None else None
+        like_it = replace(call, request=own, progress=progress, recomputed=again_of_it, hosts=hosts)
+        return in_stages(like_it, numbers.n_stages, (traced, facts, spent))
 
     def in_stages_alone() -> list[Candidate]:
         numbers = [n for n in STAGES_ALONE if has_parts(cluster, n)]

@@ -15,11 +15,12 @@ from autoshard.lower import rows_spec
 from autoshard.microbatch import Pass
 from autoshard.pipeline.passes import homes_of
 from autoshard.pipeline.schedule import pieces_in_flight
-from autoshard.pipeline.stages import Staged
+from autoshard.pipeline.stages import Stage, Staged
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.found_pipelines import FoundPipeline, FoundStage
 from autoshard.plan.meshes import with_stage_axis
 from autoshard.plan.stage_planner import Pipeline
+from autoshard.recompute.replacing import CHECKPOINT
 from autoshard.run.recorded import result_structure
 from autoshard.run.structure import describe
 from autoshard.strategy import BY_ROWS, PipelineRecord, Program, Provenance, Record, SearcherRecord, StageRecord, TensorRecord
@@ -105,9 +106,24 @@ def _notes(plan: FoundPipeline) -> tuple[str, ...]:
     for number, found in enumerate(plan.stages):
         for note in found.strategy.record.assumptions:
             stages.setdefault(note, []).append(number)
-    n = len(plan.stages)
+    n, chosen = len(plan.stages), dict[str, list[int]]()
+    for number, stage in enumerate(plan.staged.stages):
+        for note in _choices(stage):
+            chosen.setdefault(note, []).append(number)
+    stages |= {note: at for note, at in chosen.items() if len(at) < n}  # what all stages have is told of the step
     found = [note if len(at) == n else f"stage{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {note}" for note, at in stages.items()]
     return (*found, *_left_whole(plan.staged))
+
+
+def _choices(stage: Stage) -> Iterator[str]:
+    """What a stage does to need less memory."""
+    graph = stage.traced.graph
+    if any(op.primitive in CHECKPOINT for op in graph.walk()):
+        yield "the backward pass computes again what is not kept for it"
+    if any(graph.values[value].on_host for op in graph.walk() if op.trips > 1 for value in op.results):
+        yield "some of what is kept for the backward pass is in the memory of hosts"
+    if any(graph.values[value].on_host for value in graph.arguments):
+        yield "optimizer state is in the memory of hosts between steps"
 
 
 def _left_whole(staged: Staged) -> Iterator[str]:

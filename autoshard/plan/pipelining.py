@@ -104,7 +104,10 @@ def _planned(
     def with_chunks(chunks: int, placement: str, progress: Progress, shares: Sequence[float] | None = None) -> FoundPipeline:
         rows = () if chunks > 1 or cluster.parts else None  # the chunks of a part have rows that are no neighbours
         staged = stages_of(own.traced, asked.n_parts * chunks, n, rows=rows, seconds=seconds, shares=shares)
-        return Planner(with_state_on_hosts(staged, hosted), placement, cluster, asked, search, progress, n_left, layouts).best()
+        on_hosts, rest = with_state_on_hosts(staged, hosted), (placement, cluster, asked, search, progress, n_left, layouts)
+        if asked.hosted_by_stage and not staged.divided.argument_dims:  # rows of one array are all on hosts, or none
+            return Planner(staged, *rest, on_hosts).best()
+        return Planner(on_hosts, *rest).best()
 
     if cluster.parts:
         return _on_unequal_parts(partial(with_chunks, 1, "loop"), parts, progress)

@@ -57,6 +57,7 @@ class Pipeline:
         ends: the exceptions that end a search early.
         start: an earlier strategy, whose number of microbatches and mesh are tried too; None: there is none.
         hosted: the argument leaves that are in the memory of hosts between steps.
+        hosted_by_stage: whether only those of stages that do not fit otherwise are.
     """
 
     n_parts: int
@@ -67,6 +68,7 @@ class Pipeline:
     ends: tuple[type[BaseException], ...] = ()
     start: Plan | None = None
     hosted: tuple[int, ...] = ()
+    hosted_by_stage: bool = False
     chunks: int | None = None
 
     @property
@@ -90,11 +92,14 @@ class Planner:
         progress: Progress,
         n_planners: int = 1,
         layouts: Mapping[str, Layout] | None = None,
+        hosted: Staged | None = None,
     ):
         """``n_planners`` is how many numbers of microbatches are left to search, this one included.
 
-        ``layouts`` are those that other passes give to arrays, by their names.
+        ``layouts`` are those that other passes give to arrays, by their names. ``hosted`` has the stages with optimizer state in the memory
+        of hosts, which those are that do not fit otherwise.
         """
+        self.hosted = hosted
         self.layouts: Mapping[str, Layout] | dict[str, Layout] = layouts or {}
         self.staged, self.placement, self.cluster, self.asked, self.search = staged, placement, cluster, asked, search
         self.chunks: int = len(staged.stages) // asked.n_parts
@@ -113,10 +118,12 @@ class Planner:
         if self.asked.mesh is not None:
             return self._plan(self.asked.mesh)
         stages = self.staged.stages
-        free = [self._stage(stage, None, {}, part(self.progress, k / len(stages), 1 / len(stages))) for k, stage in enumerate(stages)]
+        fitting = [self._fitting(k, None, {}, part(self.progress, k / len(stages), 1 / len(stages))) for k in range(len(stages))]
+        free = [found for _, found in fitting]
         if self.cluster.parts:
             mesh = _of_all([found.strategy.record.mesh for found in free])
-            return FoundPipeline(self.staged, self.asked.schedule, self.asked.n_parts, self.placement, tuple(free), mesh, self.asked.limit)
+            staged = replace(self.staged, stages=tuple(stage for stage, _ in fitting))
+            return FoundPipeline(staged, self.asked.schedule, self.asked.n_parts, self.placement, tuple(free), mesh, self.asked.limit)
         plans, failure = [], None
         started = () if self.asked.start is None else (part.record.mesh for part in self.asked.start.stages)
         meshes = (*(found.strategy.record.mesh for found in free), *(mesh for mesh in started if mesh.size == self.parts[0].n_devices))
@@ -137,17 +144,41 @@ class Planner:
         the rows of an array have one layout on all stages.
         """
         known: dict[tuple[Any, ...], Layout] = {("array", name): layout for name, layout in self.layouts.items()}
-        found = []
-        for k, stage in enumerate(self.staged.stages):
-            values, rows = _message_values(stage), _row_values(self.staged, stage)
-            fixed = {value: known[key] for value, key in values.items() if key in known}
-            fixed |= {inner: _inside(fixed[value]) for value, inner in _slices(stage).items() if value in fixed}
-            fixed |= {value: known[key] for value, key in (_arrays(stage) | rows).items() if key in known}
-            n = len(self.staged.stages)
-            found.append(self._stage(stage, mesh, fixed, part(self.progress, k / n, 1 / n)))
-            layout = found[-1].strategy.record.assignment.layout
-            known |= {key: layout(value) for value, key in (values | rows).items() if key not in known}
-        return FoundPipeline(self.staged, self.asked.schedule, self.asked.n_parts, self.placement, tuple(found), mesh, self.asked.limit)
+        stages, found, n = [], [], len(self.staged.stages)
+        for k in range(n):
+            stage, own = self._fitting(k, mesh, known, part(self.progress, k / n, 1 / n))
+            stages.append(stage)
+            found.append(own)
+            layout = own.strategy.record.assignment.layout
+            values = _message_values(stage) | _row_values(self.staged, stage)
+            known |= {key: layout(value) for value, key in values.items() if key not in known}
+        staged = replace(self.staged, stages=tuple(stages))
+        return FoundPipeline(staged, self.asked.schedule, self.asked.n_parts, self.placement, tuple(found), mesh, self.asked.limit)
+
+    def _fitting(
+        self, k: int, mesh: Mesh | None, known: Mapping[tuple[Any, ...], Layout], progress: Progress
+    ) -> tuple[Stage, FoundStage]:
+        """A stage as it is, or with its optimizer state on hosts where it does not fit otherwise.
+
+        Args:
+            known: layouts of what stages share.
+        """
+        stage = self.staged.stages[k]
+        spare = stage if self.hosted is None else self.hosted.stages[k]
+        try:
+            return stage, self._stage(stage, mesh, self._fixed(stage, known), progress)
+        except InfeasibleError:
+            if spare.traced is stage.traced:
+                raise
+            return spare, self._stage(spare, mesh, self._fixed(spare, known), progress)
+
+    def _fixed(self, stage: Stage, known: Mapping[tuple[Any, ...], Layout]) -> dict[int, Layout]:
+        """The layouts of a stage's values that others have fixed."""
+        if not known:
+            return {}
+        fixed = {value: known[key] for value, key in _message_values(stage).items() if key in known}
+        fixed |= {inner: _inside(fixed[value]) for value, inner in _slices(stage).items() if value in fixed}
+        return fixed | {value: known[key] for value, key in (_arrays(stage) | _row_values(self.staged, stage)).items() if key in known}
 
     def _stage(self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], progress: Progress) -> FoundStage:
         """A stage's strategy within what the microbatches in flight leave of the memory."""

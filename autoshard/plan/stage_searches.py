@@ -12,7 +12,7 @@ from typing import Any
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
 from autoshard.compilers.program_facts import ProgramFacts, program_facts
-from autoshard.errors import InfeasibleError, OutOfTime
+from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError
 from autoshard.explanation.program import Searched
 from autoshard.ir import Assignment, Layout, Mesh
 from autoshard.ir.remat import Remat
@@ -63,6 +63,7 @@ class Call:
         request: all that is asked for; its time is for this search alone, and nothing is confirmed in it.
         progress: a callback.
         recomputed: the recomputation that is tried first; None: none is.
+        hosts: whether stages that do not fit otherwise have their optimizer state on hosts before others are recomputed.
         earlier: the pins of an earlier search, whose arguments' shardings are kept; None: those that arguments have.
     """
 
@@ -71,6 +72,7 @@ class Call:
     request: Request
     progress: Progress
     recomputed: Remat | None = None
+    hosts: bool = False
     earlier: UserPins | None = None
 
     @property
@@ -174,19 +176,25 @@ class _StageSearches:
         state = optimizer_state(self.traced) if offload in ("optimizer", "auto") and device.host_bandwidth_bytes_per_second else ()
         if offload != "auto" or not state:
             return self._in_memory(limit, state)
+        if self.call.hosts:
+            return self._in_memory(limit, state, True)
         try:
             alone = self._in_memory(limit, ())
         except InfeasibleError as error:
-            return or_refused(error, lambda: self._in_memory(limit, state), "with optimizer state in the memory of hosts")
+            return or_refused(error, lambda: self._in_memory(limit, state, True), "with optimizer state in the memory of hosts")
         if alone[0].record.program.remat is None:  # memory does not bind
             return alone
-        return min(alone, self._in_memory(limit, state), key=_seconds)
+        try:
+            return min(alone, self._in_memory(limit, state, True), key=_seconds)
+        except (InfeasibleError, SearchLimitError):
+            return alone
 
-    def _in_memory(self, limit: float, hosted: tuple[int, ...]) -> list[Plan]:
-        """The best within a limit, with some argument leaves in the memory of hosts."""
+    def _in_memory(self, limit: float, hosted: tuple[int, ...], by_stage: bool = False) -> list[Plan]:
+        """The best within a limit, with some argument leaves in the memory of hosts: all of them, or of stages that do not fit without."""
         asked = self.request
         schedule, ends = asked.schedule or USUAL, asked.ends
-        pipeline = Pipeline(self.n_stages, schedule, self.call.number, self.given, limit, ends, asked.start, hosted, asked.chunks)
+        rest = self.given, limit, ends, asked.start, hosted, by_stage, asked.chunks
+        pipeline = Pipeline(self.n_stages, schedule, self.call.number, *rest)
 
         def attempt(again: Remat | None) -> list[Plan]:
             own = Recompute.of(again and replace(again, mode=asked.remat or ""))

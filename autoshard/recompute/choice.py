@@ -139,6 +139,11 @@ class Chooser:
             found = self._cuts[key]
             if any(segment.seconds[k] for k in found):
                 again.update(start + k for k in found)
+        return self.kept_without(again)
+
+    def kept_without(self, again: set[int]) -> frozenset[Var]:
+        """What is kept where some equations are run again."""
+        block = self.block
         read = set(block.needed) | {v for k in again for v in variables(block.eqns[k].invars) if v in block.made}
         crossing = self._crossing
         held = set(read & self._fixed)

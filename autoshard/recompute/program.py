@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -171,40 +172,87 @@ class Options:
             lower: the price of what is made after the first share of the equations, in each trip of a loop as outside of them.
             first: that share.
         """
-        scans: dict[int, JaxprEqn] = {}
         loops: list[LoopKept] = []
-        held = plain = seconds = hosted = 0.0
         for pair, chooser in self._pairs:
             kept = chooser.kept(price, lower, first)
+            there = _first(pair.hostable(kept), share)
+            if chooser.seconds(kept) or there:
+                loops.append(LoopKept(pair.first, pair.last, _numbers(pair.block, (), kept, there)))
+        chooser, _ = self._around(tuple(loops))
+        kept = chooser.kept(price, lower, first)
+        there = _first(hostable(chooser.block, self._places, kept, self.passes.whole.outputs), share)
+        return self._made(mode, tuple(loops), kept, there)
+
+    def by_part(self, parts: Sequence[tuple[float, Remat | None]]) -> Remat | None:
+        """The choice that is in each part of the forward pass as another one: such as in the part of each stage of a pipeline.
+
+        Args:
+            parts: of each part, first to last, the share of what the choices save up to its end, and its choice; None: it keeps all.
+        """
+        choices = [each for _, each in parts if each is not None]
+        if not choices:
+            return None
+        most = min(choices, key=lambda each: each.kept_bytes)
+        ends = self._ends([share for share, _ in parts], most)
+        of_pairs = {pair.first: parts[bisect_right(ends[:-1], pair.first)][1] for pair, _ in self._pairs}
+        chosen = ((k, loop) for k, own in of_pairs.items() if own is not None for loop in own.loops)
+        loops = tuple(loop for k, loop in chosen if loop.forward == k)
+        chooser, _ = self._around(loops)
+        block, again, there = chooser.block, set[int](), set[Var]()
+        for start, stop, (_, own) in zip((0, *ends), ends, parts, strict=False):
+            if own is not None:
+                kept, hosted = _values(block, _between(own.kept, start, stop))
+                again.update(block.again(kept.union(v for v, k in block.made.items() if not start <= k < stop)))
+                there.update(hosted)
+        kept = chooser.kept_without(again)
+        return self._made(most.mode, loops, kept, sorted(there & kept, key=block.number))
+
+    def _ends(self, shares: Sequence[float], remat: Remat) -> list[int]:
+        """The places at which a choice has saved about such shares of all that it saves; the last one is the end."""
+        places, saved = (0, *self._places, self.passes.turn), np.zeros(self.passes.turn + 1)
+        for sign, own in ((1, self.at(0.0, "")), (-1, remat)):
+            chooser, made = self._around(own.loops)
+            kept, hosted = _values(chooser.block, own.kept)
+            for v in chooser.held(kept) - made.union(hosted):
+                saved[chooser.block.made[v] + 1] += sign * nbytes(v)
+            for loop in own.loops:
+                pair = next(each for each, _ in self._pairs if each.first == loop.forward)
+                values, on_hosts = _values(pair.block, loop.kept)
+                saved[pair.first + 1] += sign * pair.forward.params["length"] * sum(map(nbytes, values.difference(on_hosts)))
+        before = np.cumsum(saved)[[*places]]
+        at = [int(np.argmin(np.abs(before - share * before[-1]))) for share in shares[:-1]]
+        return [*(places[k] for k in np.maximum.accumulate([0, *at])[1:]), self.passes.turn]
+
+    def _made(self, mode: str, loops: tuple[LoopKept, ...], kept: frozenset[Var], there: Sequence[Var]) -> Remat:
+        """The choice that keeps some values outside of loops, some of them on hosts, and in loops what these say."""
+        held = plain = seconds = hosted = 0.0
+        of_loop = {each.forward: each.kept for each in loops}
+        for pair, chooser in self._pairs:
             length, block = pair.forward.params["length"], pair.block
-            without = length * sum(map(nbytes, block.needed))
-            plain += without
-            again, there = chooser.seconds(kept), _first(pair.hostable(kept), share)
-            if not again and not there:
-                held += without
-                continue
-            held += length * sum(map(nbytes, kept.difference(there)))
-            hosted += length * sum(map(nbytes, there))
-            seconds += length * again
-            scans[pair.first], scans[pair.last] = pair.rewritten(kept, there)
-            loops.append(LoopKept(pair.first, pair.last, _numbers(block, (), kept, there)))
-        chooser, own = self._around(tuple(loops), scans)
-        block, kept = chooser.block, chooser.kept(price, lower, first)
-        there = _first(hostable(block, self._places, kept, self.passes.whole.outputs), share)
-        held += sum(map(nbytes, chooser.held(kept) - own.union(there)))
+            own, on_hosts = _values(block, of_loop[pair.first]) if pair.first in of_loop else (block.needed, [])
+            plain += length * sum(map(nbytes, block.needed))
+            held += length * sum(map(nbytes, own.difference(on_hosts)))
+            hosted += length * sum(map(nbytes, on_hosts))
+            seconds += length * chooser.seconds(own)
+        chooser, made = self._around(loops)
+        block = chooser.block
+        held += sum(map(nbytes, chooser.held(kept) - made.union(there)))
         hosted += sum(map(nbytes, there))
-        plain += sum(map(nbytes, block.held(block.needed, chooser.stored) - own))
+        plain += sum(map(nbytes, block.held(block.needed, chooser.stored) - made))
         seconds += chooser.seconds(kept)
-        return Remat(mode, self.passes.path, _numbers(block, self._places, kept, there), tuple(loops), held, plain, seconds, hosted)
+        return Remat(mode, self.passes.path, _numbers(block, self._places, kept, there), loops, held, plain, seconds, hosted)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
         block = self.passes.block({})
         return segments(block, self._marked(block, self._stored), self._marked(block, self._free))
 
-    def _around(self, loops: tuple[LoopKept, ...], scans: Mapping[int, JaxprEqn]) -> tuple[Chooser, set[Var]]:
+    def _around(self, loops: tuple[LoopKept, ...]) -> tuple[Chooser, set[Var]]:
         """The chooser of what is outside loops, and the loops' results; the same as long as loops keep the same."""
         if loops not in self._outside:
+            scans, of_loop = dict[int, JaxprEqn](), {each.forward: each.kept for each in loops}
+            for pair in (each for each, _ in self._pairs if each.first in of_loop):
+                scans[pair.first], scans[pair.last] = pair.rewritten(*_values(pair.block, of_loop[pair.first]))
             block = self.passes.block(scans)
             fixed = {k for pair in self.passes.pairs for k in (pair.first, pair.last)}
             self._outside[loops] = self._chooser(block, self._places, fixed), {v for k in fixed for v in block.eqns[k].outvars}
@@ -243,6 +291,12 @@ class Options:
 
 def _numbers(block: Block, places: tuple[int, ...], kept: frozenset[Var], hosted: Sequence[Var]) -> Kept:
     return Kept(block.turn, places, tuple(sorted(map(block.number, kept))), tuple(sorted(map(block.number, hosted))))
+
+
+def _between(kept: Kept, start: int, stop: int) -> Kept:
+    """What some of the equations make of what is kept."""
+    values, hosted = (tuple(each for each in of if start <= each[0] < stop) for of in (kept.values, kept.hosted))
+    return replace(kept, values=values, hosted=hosted)
 
 
 def _first(values: Sequence[Var], share: float) -> list[Var]:

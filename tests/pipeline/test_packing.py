@@ -20,6 +20,13 @@ TYPES = [
 ]
 
 
+def test_arrays_on_hosts_are_handed_on_as_they_are():
+    """They take no bytes of the device, and are not joined with others."""
+    small = jax.ShapeDtypeStruct((64,), jnp.float32)
+    packing = Packing.of([small, small, jax.core.ShapedArray((64,), jnp.float32, memory_space=jax.memory.Space.Host)])
+    assert (packing.n_arrays, packing.on_host, packing.nbytes) == (2, (False, True), 512.0)
+
+
 @pytest.mark.slow
 def test_arrays_come_back_as_they_were():
     """Whatever their shapes and dtypes, and however they are packed; each array that is handed on is one that devices can concatenate."""

@@ -117,12 +117,12 @@ def test_recomputation_is_tried_where_memory_binds():
 
     asked = {"stages": [2], "microbatches": 8, "recomputing": [recomputing], "traced": whole}
     free = plans(**asked).ranked[0]
-    assert free.again is None
+    assert set(free.again) == {None}
     assert not made
     limit = 0.7 * max(free.layering.peak_bytes)
     found = plans(limit, **asked).ranked[0]
     assert len(made) in (1, 3)
-    assert found.again == 0
+    assert set(found.again) <= {None, 0} and 0 in found.again
     assert sum(found.layering.layers) == 6
     assert max(found.layering.peak_bytes) <= limit
     assert found.objective_seconds > free.objective_seconds
@@ -141,10 +141,28 @@ def test_the_first_stages_alone_compute_again_where_that_is_enough(monkeypatch):
     meshes = [SimpleNamespace(problems=[SimpleNamespace(mesh=Mesh((("data", 1),)))])]
     plain, again = option(1.0, 1.0, None), option(1.3, 0.2, 0)
     (some,) = estimator.best(Candidate(4, 16), meshes, [plain, again])
-    assert (some.again, some.again_share, some.layering.layers) == (0, 0.5, (2, 2, 2, 2))
+    assert (some.again, some.layering.layers) == ((0, 0, None, None), (2, 2, 2, 2))
+    assert some.parts == [(0.25, 0), (0.5, 0), (0.75, None), (1.0, None)]
     assert estimator.best(Candidate(4, 16), meshes, [plain])[0].makespan_seconds > some.makespan_seconds  # other numbers of layers
     (every,) = estimator.best(Candidate(4, 16), meshes, [again])
-    assert every.again_share == 1.0 and every.makespan_seconds > some.makespan_seconds
+    assert set(every.again) == {0} and every.makespan_seconds > some.makespan_seconds
+
+
+def test_any_stage_computes_again_or_has_its_state_on_hosts(monkeypatch):
+    """The one that is fastest of those that fit, with what runs once a step; of scanned layers all stages do the same."""
+    monkeypatch.setattr(Estimator, "send_seconds", lambda *_: 0.0)
+    zero = Costs(*[0.0] * 10)
+
+    def option(seconds, state, after, again=None, hosted=False, ends=0.0):
+        layer = replace(zero, microbatch_seconds=seconds, objective_seconds=seconds, after_seconds=after, state_bytes=state)
+        return Option(0, LayerCosts(layer, replace(zero, state_bytes=ends)), again, hosted)
+
+    options = [option(1.0, 1.0, 0.0, ends=2.0), option(1.5, 1.0, 0.0, again=0, ends=1.0), option(1.0, 0.1, 4.0, hosted=True)]
+    meshes = [SimpleNamespace(problems=[SimpleNamespace(mesh=Mesh((("data", 1),)))])]
+    for scanned, expected in ((False, ((False,) * 3 + (True,))), (True, (True,) * 4)):
+        estimator = Estimator(SimpleNamespace(count=8, are_scanned=scanned), CLUSTER, Asked(3.0))
+        (found,) = estimator.best(Candidate(4, 16), meshes, options)
+        assert (found.hosted, set(found.again), found.layering.layers) == (expected, {None}, (2, 2, 2, 2))
 
 
 def test_a_search_that_is_interrupted_has_what_was_found_by_then():

@@ -316,7 +316,7 @@ def test_notes_say_which_stage_they_are_of():
     """Where not all stages have them."""
     module = import_module("autoshard.plan.pipeline_record")
     records = [SimpleNamespace(assumptions=notes) for notes in (("a", "b"), ("a",), ("a", "b"))]
-    staged = SimpleNamespace(divided=SimpleNamespace(whole=()))
+    staged = SimpleNamespace(divided=SimpleNamespace(whole=()), stages=())
     plan = SimpleNamespace(staged=staged, stages=[SimpleNamespace(strategy=SimpleNamespace(record=record)) for record in records])
     assert module._notes(plan) == ("a", "stages 0, 2: b")
 

@@ -113,6 +113,19 @@ def test_part_of_a_trip_is_computed_again():
     compared(traced, applied(Recompute(some), traced))
 
 
+def test_parts_of_the_forward_pass_have_choices_of_their_own():
+    """One part computes nothing again, wherever it is; one choice of all parts is that choice."""
+    traced = trace(*(lambda made: (made[0], *made[1]))(models.gpt(4, 32, 4, 64, batch=8, length=16, **SMALL)))
+    options = options_of(traced)
+    full = options.all[-1]
+    assert options.by_part([(0.5, full), (1.0, full)]) == full and options.by_part([(1.0, None)]) is None
+    ways = [(0.5, full), (1.0, None)], [(0.5, None), (1.0, full)], [(0.3, full), (0.6, None), (1.0, full)]
+    chosen = [options.by_part(parts) for parts in ways]
+    first, last, ends = (each.plain_bytes - each.kept_bytes for each in chosen)
+    assert first + last == pytest.approx(full.plain_bytes - full.kept_bytes, rel=0.1) and max(first, last) < ends
+    compared(traced, *(applied(Recompute(each), traced) for each in chosen))
+
+
 def test_all_layers_are_computed_again_as_by_hand():
     """Full recomputation runs the products again that `jax.checkpoint` around each layer does, but for those that its policy saves too."""
     make = PROGRAMS["gpt"]
