@@ -62,8 +62,7 @@ def best_layering(
     if most < 1:
         return None
     counts = np.arange(1, most + 1)
-    rest = limit_bytes, send_seconds, n_microbatches
-    stages = [_stage(options, counts, alive, s == n_stages - 1, *rest) for s, alive in enumerate(in_flight)]
+    stages = [_stage(options, counts, *each, limit_bytes, send_seconds, n_microbatches) for each in enumerate(in_flight, 1 - n_stages)]
     seconds, after = (np.stack([stage[k] for stage in stages]) for k in (0, 1))
     best, least = None, np.inf
     for slowest in _paces(seconds, n_layers):
@@ -81,12 +80,13 @@ def best_layering(
 
 
 def _stage(
-    options: Sequence[LayerCosts], counts: np.ndarray, alive: int, is_last: bool, limit: float, send: float, n_microbatches: int
+    options: Sequence[LayerCosts], counts: np.ndarray, from_last: int, alive: int, limit: float, send: float, n_microbatches: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Per number of layers: seconds of a microbatch, infinity where it does not fit; seconds after the last; the option; peak bytes.
 
     The option is the one that takes the stage least time in all.
     """
+    is_last = from_last == 0
     share = float(is_last)
     seconds, after, peaks = [], [], []
     for option in options:
