@@ -79,11 +79,6 @@ class EliminationOrder:
         entries, before = self._entries(sizes), self._entries(self.sizes)
         return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= BUDGETS.planning_entries * len(sizes))
 
-    @property
-    def entries(self) -> float:
-        """The entries of all joined tables together."""
-        return float(self._entries(self.sizes).sum())
-
     def _entries(self, sizes: list[int]) -> np.ndarray:
         """The entries of each step's joined table."""
         return np.multiply.reduceat(np.array(sizes, dtype=np.float64)[self.scopes], self.starts)
@@ -114,56 +109,64 @@ class Orderer:
         Raises:
             SearchLimitError: the tables would be too large.
         """
-        by_weight = None
+        dear = BUDGETS.dear_entries * len(sizes)
+        most = dear if cheap else max(dear, BUDGETS.joined_entries)
+        found, failure = [], None
         try:
-            by_weight = _Greedy(self.pairs, sizes, self.joins).by_weight(self.max_entries, False)
-            if by_weight.entries <= BUDGETS.dear_entries * len(sizes):
-                return by_weight
-            most = BUDGETS.dear_entries * len(sizes) if cheap else BUDGETS.joined_entries
-            failure = SearchLimitError(
-                f"this elimination adds up tables of {most:,} entries in all, at most, and met some of {by_weight.entries:,.0f}. "
-                "Use searcher='recursive_programming', or a mesh of fewer axes."
-            )
+            found.append(_Greedy(self.pairs, sizes).by_weight(self.max_entries, most, False))
         except SearchLimitError as error:
+            if cheap:
+                raise
             failure = error
-        if cheap:
+        if not found or found[0].entries > dear:
+            by_fill = _Greedy(self.pairs, sizes).by_fill(self.max_entries, found[0].entries if found else BUDGETS.joined_entries)
+            found += [] if by_fill is None else [by_fill]
+        if not found and not conditioning:
+            assert failure is not None, "an order by weight, or the reason why there is none"
             raise failure
-        orders = (by_weight, _Greedy(self.pairs, sizes, self.joins).by_fill(self.max_entries))
-        if found := [order for order in orders if order is not None and order.entries <= BUDGETS.joined_entries]:
-            return min(found, key=lambda order: order.entries)
-        if not conditioning:
-            raise failure
-        return _Greedy(self.pairs, sizes, self.joins).by_weight(self.max_entries, True)
+        best = min(found, key=lambda each: each.entries) if found else _Greedy(self.pairs, sizes).by_weight(self.max_entries, None, True)
+        return _Recorder(self.pairs, sizes, self.joins).recorded(best.steps)
+
+
+class _Found(NamedTuple):
+    """An order that was found.
+
+    Attributes:
+        steps: the variables, each with its neighbours by then; None in place of these where it is conditioned.
+        entries: of all joined tables together.
+    """
+
+    steps: list[tuple[int, Scope | None]]
+    entries: int
 
 
 class _Greedy:
-    """The remaining variables and their neighbours, while one order is made."""
+    """The remaining variables and their neighbours, while one order is made; those of a single label are neighbours of none."""
 
-    def __init__(self, pairs: Sequence[Scope], sizes: list[int], joins: dict[Join, int]):
+    def __init__(self, pairs: Sequence[Scope], sizes: list[int]):
         self.sizes = sizes
-        self.joins = joins
-        self.singles = frozenset(variable for variable, size in enumerate(sizes) if size == 1)
-        folded = ((j,) if i in self.singles else (i,) if j in self.singles else (i, j) for i, j in pairs)
-        self.scopes: list[Scope] = [*((variable,) for variable in range(len(sizes))), *folded]
-        self.left = [True] * len(self.scopes)
-        self.tables: list[list[int]] = [[] for _ in sizes]
         self.neighbours: list[set[int]] = [set() for _ in sizes]
-        for table, scope in enumerate(self.scopes):
-            for variable in scope:
-                self.tables[variable].append(table)
-            if len(scope) == 2:
-                i, j = scope
+        for i, j in pairs:
+            if sizes[i] > 1 and sizes[j] > 1:
                 self.neighbours[i].add(j)
                 self.neighbours[j].add(i)
         self.weights = [math.prod([sizes[other] for other in around], start=sizes[v]) for v, around in enumerate(self.neighbours)]
-        self.steps: list[Step] = []
+        self.steps: list[tuple[int, Scope | None]] = []
 
-    def by_weight(self, max_entries: int, conditioning: bool) -> EliminationOrder:
-        """The min-weight order, in which the variable of most neighbours is conditioned where tables would be too large, if that may be."""
+    def by_weight(self, max_entries: int, most: int | None, conditioning: bool) -> _Found:
+        """The min-weight order, in which the variable of most neighbours is conditioned where tables would be too large, if that may be.
+
+        Args:
+            max_entries: the largest joined table allowed.
+            most: the entries of all of them together that are allowed.
+
+        Raises:
+            SearchLimitError: the tables would be too large.
+        """
         heap = [(weight, variable) for variable, weight in enumerate(self.weights)]
         heapq.heapify(heap)
         waiting = dict.fromkeys(range(len(self.sizes)))
-        weights, push, pop = self.weights, heapq.heappush, heapq.heappop
+        weights, push, pop, entries = self.weights, heapq.heappush, heapq.heappop, 0
         while heap:
             weight, variable = pop(heap)
             if variable not in waiting:
@@ -174,10 +177,12 @@ class _Greedy:
                 continue
             if weight <= max_entries:
                 del waiting[variable]
-                changed = self._eliminate(variable)
+                entries += weight
+                changed, _ = self._eliminate(variable)
             elif conditioning:
                 hub = max(waiting, key=lambda v: (len(self.neighbours[v]), self.sizes[v], -v))
                 del waiting[hub]
+                entries += self.sizes[hub]
                 changed = self._condition(hub)
                 if hub != variable:
                     changed.append(variable)
@@ -186,53 +191,106 @@ class _Greedy:
                     f"exact elimination keeps tables up to {max_entries:,} entries and met one of {weight:,} "
                     f"(induced width {len(self.neighbours[variable])}). Use searcher='recursive_programming', or a mesh of fewer axes."
                 )
+            if most is not None and entries > most:
+                raise SearchLimitError(
+                    f"this elimination adds up tables of {most:,} entries in all, at most, and met {entries:,} before its end. "
+                    "Use searcher='recursive_programming', or a mesh of fewer axes."
+                )
             for other in changed:
                 push(heap, (weights[other], other))
-        return self._order()
+        return _Found(self.steps, entries)
 
-    def _order(self) -> EliminationOrder:
-        """The recorded steps."""
-        scopes = [(step.variable, *step.around) for step in self.steps]
-        return EliminationOrder(
-            steps=tuple(self.steps),
-            sizes=self.sizes,
-            singles=self.singles,
-            n_tables=len(self.scopes),
-            width=max(len(step.around) for step in self.steps),
-            conditioned=sum(step.join < 0 for step in self.steps),
-            scopes=np.fromiter(chain.from_iterable(scopes), dtype=np.int64),
-            starts=np.cumsum([0, *map(len, scopes[:-1])]),
-        )
-
-    def by_fill(self, max_entries: int) -> EliminationOrder | None:
-        """The weighted min-fill order; None if a table would be too large."""
+    def by_fill(self, max_entries: int, most: int) -> _Found | None:
+        """The weighted min-fill order; None if a table, or all of them together, would be too large."""
         keys = [(self._fill(variable), self.weights[variable], variable) for variable in range(len(self.sizes))]
-        heap = list(keys)
+        heap, entries = list(keys), 0
         heapq.heapify(heap)
         while heap:
             key = heapq.heappop(heap)
             variable = key[-1]
             if key != keys[variable]:
                 continue
-            if self.weights[variable] > max_entries:
+            entries += self.weights[variable]
+            if self.weights[variable] > max_entries or entries > most:
                 return None
             keys[variable] = (-1, -1, -1)
-            self._eliminate(variable)
-            around = self.steps[-1].around
-            for other in sorted(set(around).union(*(self.neighbours[near] for near in around))):
+            _, opened = self._eliminate(variable)
+            # The fill of others changes where two of their neighbours share a table now that shared none.
+            shared = (self.neighbours[one] & self.neighbours[other] for one, others in opened for other in others if one < other)
+            for other in set(self.steps[-1][1] or ()).union(*shared):
                 if (renewed := (self._fill(other), self.weights[other], other)) != keys[other]:
                     keys[other] = renewed
                     heapq.heappush(heap, renewed)
-        return self._order()
+        return _Found(self.steps, entries)
 
     def _fill(self, variable: int) -> int:
         """The entries of all pairs of its neighbours that share no table."""
-        around, sizes = sorted(self.neighbours[variable]), self.sizes
-        return sum(
-            sizes[one] * sizes[other]
-            for number, one in enumerate(around)
-            for other in around[number + 1 :]
-            if other not in self.neighbours[one]
+        around, sizes, twice = self.neighbours[variable], self.sizes, 0
+        for one in around:
+            apart = around - self.neighbours[one]
+            if len(apart) > 1:  # than itself
+                twice += sizes[one] * (sum([sizes[other] for other in apart]) - sizes[one])
+        return twice // 2
+
+    def _eliminate(self, variable: int) -> tuple[list[int], list[tuple[int, set[int]]]]:
+        """Joins a variable's neighbours; gives those whose joined table has become smaller, and per neighbour those that are new to it."""
+        neighbours, weights, sizes = self.neighbours, self.weights, self.sizes
+        ahead, size = neighbours[variable], sizes[variable]
+        self.steps.append((variable, tuple(sorted(ahead))))
+        smaller, opened = [], []
+        for other in ahead:
+            theirs = neighbours[other]
+            theirs.discard(variable)
+            added = ahead - theirs
+            added.discard(other)
+            grown = math.prod([sizes[near] for near in added])
+            weights[other] = weights[other] // size * grown
+            if grown < size:
+                smaller.append(other)
+            if added:
+                opened.append((other, added))
+        for other, added in opened:
+            neighbours[other] |= added
+        return smaller, opened
+
+    def _condition(self, variable: int) -> list[int]:
+        """Fixes a variable, which then is a neighbour of none; gives those that it was one of."""
+        self.steps.append((variable, None))
+        around = sorted(self.neighbours[variable])
+        for other in around:
+            self.neighbours[other].discard(variable)
+            self.weights[other] //= self.sizes[variable]
+        return around
+
+
+class _Recorder:
+    """The tables of a model while an order's steps are recorded."""
+
+    def __init__(self, pairs: Sequence[Scope], sizes: list[int], joins: dict[Join, int]):
+        self.sizes = sizes
+        self.joins = joins
+        self.singles = frozenset(variable for variable, size in enumerate(sizes) if size == 1)
+        folded = ((j,) if i in self.singles else (i,) if j in self.singles else (i, j) for i, j in pairs)
+        self.scopes: list[Scope] = [*((variable,) for variable in range(len(sizes))), *folded]
+        self.left = [True] * len(self.scopes)
+        self.tables: list[list[int]] = [[] for _ in sizes]
+        for table, scope in enumerate(self.scopes):
+            for variable in scope:
+                self.tables[variable].append(table)
+
+    def recorded(self, order: Sequence[tuple[int, Scope | None]]) -> EliminationOrder:
+        """The steps of an order."""
+        steps = [self._conditioned(variable) if around is None else self._eliminated(variable, around) for variable, around in order]
+        scopes = [(step.variable, *step.around) for step in steps]
+        return EliminationOrder(
+            steps=tuple(steps),
+            sizes=self.sizes,
+            singles=self.singles,
+            n_tables=len(self.scopes),
+            width=max(len(step.around) for step in steps),
+            conditioned=sum(step.join < 0 for step in steps),
+            scopes=np.fromiter(chain.from_iterable(scopes), dtype=np.int64),
+            starts=np.cumsum([0, *map(len, scopes[:-1])]),
         )
 
     def _take(self, variable: int) -> tuple[int, ...]:
@@ -250,41 +308,20 @@ class _Greedy:
             self.tables[variable].append(len(self.scopes) - 1)
         return len(self.scopes) - 1
 
-    def _eliminate(self, variable: int) -> list[int]:
-        """Records the step; returns the variables whose joined table has become smaller."""
-        neighbours, weights, sizes, scopes = self.neighbours, self.weights, self.sizes, self.scopes
+    def _eliminated(self, variable: int, around: Scope) -> Step:
         inputs = self._take(variable)
-        ahead = neighbours[variable]
-        around = tuple(sorted(ahead))
         place = (variable, *around).index
-        axes = tuple([tuple(map(place, scopes[table])) for table in inputs])
+        axes = tuple([tuple(map(place, self.scopes[table])) for table in inputs])
         made = (self._add(around),) if around else ()
         join = self.joins.setdefault(axes, len(self.joins))
-        labels = itemgetter(*around) if around else _no_labels
-        self.steps.append(Step(variable, around, inputs, made, axes, join, _tables_at(inputs), labels))
-        smaller, size = [], sizes[variable]
-        for other in around:
-            theirs, before = neighbours[other], weights[other]
-            fewer = len(theirs) - 1
-            theirs |= ahead
-            theirs -= {variable, other}
-            weight = before // size if len(theirs) == fewer else math.prod([sizes[near] for near in theirs], start=sizes[other])
-            if weight < before:
-                smaller.append(other)
-            weights[other] = weight
-        return smaller
+        return Step(variable, around, inputs, made, axes, join, _tables_at(inputs), itemgetter(*around) if around else _no_labels)
 
-    def _condition(self, variable: int) -> list[int]:
-        """Records that the variable is fixed, which turns its pairs into unary tables of its neighbours; returns those."""
+    def _conditioned(self, variable: int) -> Step:
+        """A variable is fixed, which turns its pairs into unary tables of its neighbours."""
         inputs = self._take(variable)
         sides = tuple((self.scopes[table].index(variable),) for table in inputs)
         made = tuple(self._add(tuple(v for v in self.scopes[table] if v != variable)) for table in inputs)
-        self.steps.append(Step(variable, (), inputs, made, sides, -1, _tables_at(inputs), _no_labels))
-        around = sorted(self.neighbours[variable])
-        for other in around:
-            self.neighbours[other].discard(variable)
-            self.weights[other] //= self.sizes[variable]
-        return around
+        return Step(variable, (), inputs, made, sides, -1, _tables_at(inputs), _no_labels)
 
 
 def _tables_at(numbers: tuple[int, ...]) -> Callable[[Sequence], Sequence]:
