@@ -30,11 +30,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from autoshard.errors import PipelineError
+from autoshard.errors import PipelineError, TraceError
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.rewrites import OneProgram
 from autoshard.lower import AsItIs, Path, ops_by_path
-from autoshard.microbatch.batch import loop_of_batch
+from autoshard.microbatch.batch import ELSE, loop_of_batch, passes_of
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.rewrite import Inside
 from autoshard.microbatch.rules import batch_rules
@@ -50,11 +50,14 @@ def in_one_program(rewrite: OneProgram, traced: Traced) -> Traced:
 
     Raises:
         PipelineError: it has no scanned layers, or the number of stages does not divide them.
-        TraceError: the batch cannot be computed in so many microbatches.
+        TraceError: the batch cannot be computed in so many microbatches, or not by going over them once.
     """
     graph, rules = traced.graph, batch_rules(traced.graph)
     order = Order(rewrite.stages, rewrite.microbatches, rewrite.rounds, rewrite.weights_apart)
-    loop = loop_of_batch(traced, rules, order.microbatches)
+    try:
+        loop = loop_of_batch(traced, rules, order.microbatches)
+    except TraceError as error:
+        raise _refusal(traced, order.microbatches, error) from None
     stacks = stacks_of(graph, loop, order)
     if not stacks:
         raise PipelineError(
@@ -69,6 +72,20 @@ def in_one_program(rewrite: OneProgram, traced: Traced) -> Traced:
     layers = ", ".join(dict.fromkeys(f"{op.equation.params['length']} at {op.origin}" for op in stacks))
     made = jax.make_jaxpr(function)(*types_of(traced.jaxpr.jaxpr.invars))
     return rebuilt(traced, made, rewrite, notes=(f"{rewrite.describe()}; layers: {layers}",))
+
+
+def _refusal(traced: Traced, n: int, error: TraceError) -> TraceError:
+    """Why a step cannot be computed by going once over ``n`` microbatches, with what runs it in stages, if anything does."""
+    try:
+        times = len(passes_of(traced, n))
+    except TraceError:
+        times = 1
+    if times == 1:
+        return TraceError(str(error).replace(ELSE, "or leave stages out."))
+    return TraceError(
+        f"one program goes over its microbatches once, and {traced.graph.name!r} has to {times} times, since later parts of the step read "
+        "what comes of all examples in earlier ones. Use schedule='auto': its stages are programs of their own, with a pipeline each time."
+    )
 
 
 # -- the interpreter -----------------------------------------------------------------------------------------------------------

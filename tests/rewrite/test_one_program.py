@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from autoshard.errors import PipelineError, TraceError
 from autoshard.ir.rewrites import OneProgram
+from autoshard.microbatch import passes_of
 from autoshard.rewrite import applied
 from autoshard.trace import trace
-from benchmarks import models
+from benchmarks import models, several
 from tests.programs import abstract, concrete, train_step_of
 
 LAYERS, BATCH, WIDTH = 8, 16, 8
@@ -222,6 +223,30 @@ def test_what_cannot_be_divided_is_refused(program, n_stages, n_microbatches, er
     fn, args = program()
     with pytest.raises(error, match=words):
         applied(OneProgram(n_stages, n_microbatches), trace(fn, *args))
+
+
+@pytest.mark.parametrize("program", [several.sam, several.clip, several.ppo, several.muon])
+def test_steps_in_several_passes_are_refused_with_the_schedule_that_runs_them(program):
+    """And not with one microbatch, which is no pipeline; that schedule has as many passes."""
+    fn, args = program(layers=4)
+    traced = trace(fn, *args)
+    with pytest.raises(TraceError, match=rf"has to {len(passes_of(traced, 4))} times.* Use schedule='auto'") as error:
+        applied(OneProgram(2, 4), traced)
+    assert "microbatches=1" not in str(error.value)
+
+
+def test_normalised_batches_are_refused_without_advice_that_does_not_help():
+    """Each layer needs all examples: no passes over microbatches, and no microbatches in one program."""
+
+    def layer(x, w):
+        h = jnp.tanh(x @ w)
+        return (h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5), None
+
+    shapes = abstract((LAYERS, WIDTH, WIDTH)), abstract((BATCH, WIDTH))
+    fn, args = train_step_of(lambda w, x: jnp.mean(lax.scan(layer, x, w)[0] ** 2), *shapes)
+    with pytest.raises(TraceError, match=r"or leave stages out\.$") as error:
+        applied(OneProgram(2, 4), trace(fn, *args))
+    assert "microbatches=1" not in str(error.value)
 
 
 def test_layers_with_a_shard_map_are_refused_with_its_line():
