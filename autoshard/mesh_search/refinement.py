@@ -8,11 +8,10 @@ labels found are merged back onto few axes; a mesh on which they gain enough is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from autoshard.budgets import BUDGETS
-from autoshard.concurrency import thread_seconds, together
 from autoshard.errors import SearchLimitError
 from autoshard.inference.reduced_cost_fixing import ReducedCostFixing
 from autoshard.ir import Mesh
@@ -55,17 +54,13 @@ def refined(
         _check_work(problem)
     if labels is None:
         labels, _ = _descended(problem, problem.start(), progress)
-    computed = thread_seconds()
     if (found := _refined_mesh(problem, labels, most_axes, least_gain, progress)) is None:
         return None
     mesh, start = found
-    best, least = None, problem.cost_of(labels) * (1 - least_gain)
-    problems = placed(mesh)
-    found_on = together([partial(_placed, other, start, progress) for other in problems], seconds=thread_seconds() - computed)
-    for other, (settled, cost) in zip(problems, found_on, strict=True):
-        if cost <= least:
-            best, least = (other, Hints(start=tuple(settled))), cost
-    if best is None or not price:
+    best, cost = _settled(placed(mesh), start, progress)
+    if best is None or cost > problem.cost_of(labels) * (1 - least_gain):
+        return None
+    if not price:
         return best
     ours, theirs = _priced_makespan(problem, labels, price), _priced_makespan(best[0], best[1].start or (), price)
     return best if theirs <= ours * (1 - least_gain) else None
@@ -107,9 +102,24 @@ def _refined_mesh(
     return split.invert(found, AXIS_NAMES[:most_axes])
 
 
-def _placed(problem: Problem, labels: Sequence[Label], progress: Progress, is_here: bool) -> tuple[list[Label], float]:
-    """As `_descended`, in this process or another one."""
-    return _descended(problem, labels, progress if is_here else lambda *_: problem.check())
+def _settled(
+    problems: Sequence[Problem], labels: Sequence[Label], progress: Progress
+) -> tuple[tuple[Problem, Hints] | None, float]:
+    """The placement and the labels that a descent finds, and their cost: each placement's best labels are tried in all others.
+
+    Descents are in the placement in which labels cost least, as long as they are cheaper in another one than in that which they are of.
+    """
+    best, least = None, math.inf
+    tried: set[int] = set()
+    while True:
+        costs = [each.cost_of(labels) for each in problems]
+        number = min(range(len(problems)), key=lambda k: (costs[k], k in tried, k))
+        if number in tried or costs[number] >= least:
+            return best, least
+        tried.add(number)
+        labels, cost = _descended(problems[number], labels, progress)
+        if cost < least:
+            best, least = (problems[number], Hints(start=tuple(labels))), cost
 
 
 def _descended(problem: Problem, labels: Sequence[Label], progress: Progress) -> tuple[list[Label], float]:

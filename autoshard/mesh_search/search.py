@@ -11,7 +11,7 @@ there look for. *Refinement.* Unless the user named the axes, those of the best 
 *Guarantee.* On a cut mesh every assignment that such a bound is over costs at least the least objective found, less that gain. Its makespan
 may still be less, where more of its communication hides behind compute than of the best answer's: cuts are exact in the objective, which
 searchers minimise and bound, and a heuristic in the makespan, which decides among answers. So `auto` tries tensor parallelism on a cut
-mesh, if that was near the best elsewhere.
+mesh, if that was near the best elsewhere, and the mesh's bound is not above what the most that any answer hides makes of the best makespan.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ def search_meshes(
         NothingFasterError: nor has any that was not cut by the least objective of ``warm``.
         ShardingError: the pins leave no mesh a legal sharding.
     """
-    search = _Search(
-        searcher, list(problems), solve, progress, bool(ends), finer, n_finalists, refused, warm=replace(warm, far={}), quick=quick
-    )
+    search = _Search(searcher, [*problems], solve, progress, bool(ends), finer, n_finalists, refused, replace(warm, far={}), quick)
     try:
         search.run()
         search.add_baselines()
@@ -92,8 +90,7 @@ def search_meshes(
             raise
     if search.best is None:
         if search.cut:
-            text = "no strategy can be faster than one that was found before. Use that one."
-            raise NothingFasterError(text, proven=search.failure is None)
+            raise NothingFasterError("no strategy can be faster than one that was found before. Use that.", proven=search.failure is None)
         assert search.failure is not None
         raise search.failure
     _, number, solution = search.take_simplest()
@@ -101,8 +98,7 @@ def search_meshes(
     with suppress(OutOfTime):  # of a search that has ended; the bound that it has holds
         solution = bounded(search.in_last_seconds(number) if search.notes else problem, solution)
     stats = {**solution.stats, "meshes": len(search.problems), "meshes_cut": search.cut, **({"ended_early": 1} if search.notes else {})}
-    notes = *solution.notes, *search.notes, *search.left_out
-    return replace(solution, stats=stats, notes=notes, others=search.others()), problem
+    return replace(solution, stats=stats, notes=(*solution.notes, *search.notes, *search.left_out), others=search.others()), problem
 
 
 @dataclass(slots=True)
@@ -116,20 +112,16 @@ class _Search:
         n_finalists, finalists: how many of the best distinct solutions are kept, and which.
         best: least makespan, its problem and its solution.
         failure: the error to report if there is no solution.
-        least: the least objective found.
+        least, hiding: the least objective found, and the most that one was of its makespan.
         cut: the number of meshes that were cut.
-        incumbents: by problem.
-        hints: by problem, of a search of it; after the search, the improved ones.
-        notes: on a search that ended early.
-        left_out: notes on what takes too much work for what it may gain.
-        solutions: by problem.
-        infeasible: the mesh sizes without a solution.
+        incumbents, hints: by problem; hints of a search of it, and after the search the improved ones.
+        notes, left_out: on a search that ended early, and on what takes too much work for what it may gain.
+        solutions, infeasible: by problem, and the mesh sizes without one.
         peaks: by problem without a solution the smallest peak found, unless it is proven that nothing fits; of one placement of a mesh.
         nearest: of the problems without a solution, the one of the smallest peak.
         passings: of a quick search by problem the message passing over its quotient problem, which the next bound goes on with.
         has_near: whether a mesh was searched though its bound is above the least objective; each takes as long as the best one.
-        n_given: the number of given problems.
-        reached: how many were begun with.
+        n_given, reached: how many problems were given, and how many were begun with.
     """
 
     searcher: Searcher
@@ -146,6 +138,7 @@ class _Search:
     best: tuple[float, int, Solution] | None = None
     failure: AutoshardError | None = None
     least: float = float("inf")
+    hiding: float = 1.0
     cut: int = 0
     incumbents: dict[int, Incumbent] = field(default_factory=dict)
     hints: dict[int, Hints] = field(default_factory=dict)
@@ -223,7 +216,7 @@ class _Search:
         try:
             if self._is_cut(number):
                 self.cut += 1
-                if (quick := self.searcher.solve_cut_mesh(problem, self.hints[number])) is not None:
+                if self._may_hide(number) and (quick := self.searcher.solve_cut_mesh(problem, self.hints[number])) is not None:
                     self._keep(number, quick)
             elif (other := self._placed_otherwise(number)) is not None:
                 self._keep(number, transferred(problem, *other))
@@ -311,15 +304,23 @@ class _Search:
         self.has_near = may_hide_more(problem, self.best[2].judgement.cost, self.least, self.hints[number])
         return not self.has_near
 
+    def _may_hide(self, number: int) -> bool:
+        """Whether tensor parallelism may be faster on a cut mesh than the best answer, if it hides no more than any answer did."""
+        if self.best is None or self.quick or not self.hints[number].near_tensor_parallel:
+            return True
+        enough = self.best[0] * self.hiding
+        return message_bound(self.problems[number], BUDGETS.screening_sweeps, enough, self.hints[number])[0] < enough
+
     def _keep(self, number: int, solution: Solution) -> None:
         self.least = min(self.least, solution.least_seconds, solution.judgement.cost.objective_seconds)
+        costs = [each.judgement.cost for each in (solution, *solution.others)]
+        self.hiding = max([self.hiding, *(each.objective_seconds / each.makespan_seconds for each in costs if each.makespan_seconds)])
         if self.n_finalists > 1:
-            found = *self.finalists, solution, *solution.others
-            self.finalists = finalists(found, self.n_finalists)
+            self.finalists = finalists((*self.finalists, solution, *solution.others), self.n_finalists)
         solution = replace(solution, others=(), hints=self.hints[number])  # finalists keep the others
         self.solutions[number] = solution
         ranked = solution.judgement.cost.makespan_seconds, number, solution
-        self.best = ranked if self.best is None else min(self.best, ranked, key=lambda entry: entry[:2])
+        self.best = min(self.best or ranked, ranked, key=lambda entry: entry[:2])
 
     def add_baselines(self) -> None:
         """Adds the baselines' answers on the best mesh to the finalists, unless the searcher does so."""
@@ -378,8 +379,7 @@ class _Search:
         assert self.best is not None
         best = self.best[-1]
         ranked = [each for each in finalists((best, *self.finalists), self.n_finalists) if each is not best]
-        notes = *self.notes, *self.left_out
-        return tuple(replace(solution, notes=(*solution.notes, *notes)) for solution in ranked[: self.n_finalists - 1])
+        return tuple(replace(each, notes=(*each.notes, *self.notes, *self.left_out)) for each in ranked[: self.n_finalists - 1])
 
     def end_early(self) -> None:
         """Makes incumbents solutions; where an automatic searcher has none, a baseline's that fits, if any does, on any mesh."""

@@ -17,12 +17,13 @@ from typing import Any
 
 from autoshard.budgets import BUDGETS
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.errors import InfeasibleError, OutOfTime, SearchLimitError, ShardingError, TraceError
+from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, ShardingError, TraceError
 from autoshard.ir import Mesh
 from autoshard.ir.remat import Remat
 from autoshard.mesh_search.anytime import Timed, timed
 from autoshard.microbatch import divisors
 from autoshard.options import OPTIONS
+from autoshard.plan.answers import Answers, Ways
 from autoshard.plan.estimating import estimates_of
 from autoshard.plan.exploring import Exploration
 from autoshard.plan.forms import PLAIN, Estimates, Form, forms_of
@@ -32,8 +33,8 @@ from autoshard.plan.notes import own_checkpoints
 from autoshard.plan.offloading import check_offload
 from autoshard.plan.plan import Plan
 from autoshard.plan.prepared import RESERVE, Prepared, noted_if_barely, searched_on_meshes, within
-from autoshard.plan.recomputing import recomputations
-from autoshard.plan.refusals import with_untried
+from autoshard.plan.recomputing import half_of_loops, recomputations
+from autoshard.plan.refusals import too_short, with_untried
 from autoshard.problem import Hints, Problem
 from autoshard.progress import Progress
 from autoshard.recompute import optimizer_state
@@ -89,8 +90,7 @@ class Attempts:
     first_found: dict[Form, tuple[Mesh, Hints]] = field(default_factory=dict, init=False)  # by first form its fastest mesh, and its hints
     forms: dict[Form, tuple[Prepared, dict[Mesh, Problem]]] = field(default_factory=dict, init=False)  # each with its problems by mesh
     explorations: list[Exploration[Found]] = field(default_factory=list, init=False)
-    answers: dict[tuple[Form, Form, bool], Found] = field(default_factory=dict, init=False)  # by first form, form and limit
-    refusals: dict[tuple[Form, Form, bool], InfeasibleError | TraceError] = field(default_factory=dict, init=False)  # by the same
+    answers: Answers[Found] = field(default_factory=Answers, init=False)
 
     def __post_init__(self) -> None:
         self.first: int = self.microbatches if isinstance(self.microbatches, int) else 1
@@ -151,7 +151,7 @@ class Attempts:
         for form in dict.fromkeys(forms):
             with suppress(InfeasibleError, ShardingError, SearchLimitError, TraceError):
                 return self._searched(form, True, is_last=True)
-        raise OutOfTime(self._too_short()) from None
+        raise too_short(self.seconds) from None
 
     def _found(self) -> Found:
         """The best that is found in any form that was asked for, without the last resort."""
@@ -254,12 +254,8 @@ class Attempts:
     @cached_property
     def _half_of_loops(self) -> list[Remat]:
         """The recomputation that keeps about half of what loops keep; [] where there are no loops, or it is not asked for."""
-        traced = self.asked.traced
-        if self.remat not in ("fit", "auto") or traced.stages > 1 or not any(op.primitive == "scan" for op in traced.graph.walk()):
-            return []
-        loops = [each for each in chain(*self._options) if each.loops and not each.hosted_bytes]
-        half = sum(each.kept_bytes + each.plain_bytes for each in loops[-1:]) / 2
-        return sorted(loops, key=lambda each: abs(each.kept_bytes - half))[:1]
+        is_asked = self.remat in ("fit", "auto") and self.asked.traced.stages == 1
+        return half_of_loops(self.asked.traced, chain(*self._options)) if is_asked else []
 
     @property
     def _whole(self) -> Traced | None:
@@ -267,12 +263,6 @@ class Attempts:
         if self.whole is not None:
             return self.whole[0]
         return self.asked.traced if self.first == 1 else None
-
-    def _too_short(self) -> str:
-        return (
-            f"the search was given {self.seconds:g} s, in which it found no strategy within the memory limit, and not all numbers of "
-            "microbatches and recomputations could be searched. Use a longer time_limit_seconds, or a number of microbatches."
-        )
 
     def _share(self, left: float | None, limited: bool) -> float | None:
         """The seconds that one search may take of those that are left: what may not fit a third, and half where others follow."""
@@ -295,23 +285,23 @@ class Attempts:
             is_last: whether it is searched though the time is over.
             start: the form that is searched on all meshes, of which the best serves others; None: the first.
         """
-        key = start or Form(self.first), form, limited
+        start = start or Form(self.first)
+        ways = self._ways(start, form, limited)
         if not self.is_full or is_last:
-            return self._answer(*key, is_last)
-        if key not in self.answers and key not in self.refusals:
-            try:
-                self.answers[key] = self._answer(*key)
-            except (InfeasibleError, TraceError) as error:
-                self.refusals[key] = error.with_traceback(None)  # which would keep the problem
-        if key in self.refusals:
-            raise self.refusals[key]
-        return self.answers[key]
+            return self._answer(start, form, limited, ways, is_last)
+        try:
+            return self.answers.once(form, limited, ways, lambda: self._answer(start, form, limited, ways))
+        except NothingFasterError:
+            if form != start or limited or (found := self.answers.elsewhere(form)) is None:
+                raise
+            self.first_found.setdefault(start, (found[2].mesh, found[1].hints))  # its other forms may be faster there
+            return found
 
-    def _answer(self, start: Form, form: Form, limited: bool, is_last: bool = False) -> Found:
+    def _answer(self, start: Form, form: Form, limited: bool, ways: Ways, is_last: bool = False) -> Found:
         seconds = self._left()
         if not is_last and form != Form(self.first) and seconds is not None and seconds <= self.asked.seconds["trace_seconds"]:
             self.is_hurried = True
-            raise OutOfTime(self._too_short())
+            raise too_short(self.seconds)
         own, made = self._form(form)
         patience = 0.5 if self._has_forms else 1.0  # a search that finds nothing ends after half its time where others may find something
         progress, failure = timed(self.progress, self._share(seconds, limited), patience=patience), None
@@ -320,7 +310,8 @@ class Attempts:
             self.last.refuse(problem.within(own.limit), error)
 
         how = {"refused": refused, "warm": self.warm, "made": made, "least": self._least}
-        for searcher, prepared in self._ways(start, form, own, limited):
+        for searcher, mesh in ways:
+            prepared = self._everywhere(start, own) if mesh is None else replace(own, meshes=(mesh,), most_axes=0)
             searched = partial(searched_on_meshes, prepared, searcher, progress, self.ends, self.n_finalists, self.start, **how)
             if not limited:
                 return self._free(start, prepared, *searched(math.inf))
@@ -335,21 +326,28 @@ class Attempts:
         assert failure is not None
         raise failure
 
-    def _ways(self, start: Form, form: Form, prepared: Prepared, limited: bool) -> list[tuple[Searcher, Prepared]]:
-        """The searchers and the meshes with which a form is searched, one after the other until something is found.
+    def _ways(self, start: Form, form: Form, limited: bool) -> Ways:
+        """The searchers and the meshes with which a form is searched.
 
         To compare other forms the best mesh of the first one is enough; where nothing fits there they are searched on all.
         """
-        everything = self.searcher.without_last_resort(), prepared
+        everything = self.searcher.without_last_resort(), None
         if start not in self.first_found:
-            return [everything]
+            return (everything,)
         mesh, hints = self.first_found[start]
-        here = replace(prepared, meshes=(mesh,), most_axes=0)
         if form == start:
             is_here = not limited or (self.incumbent.is_known and start == Form(self.first))
-            return [(everything[0], here) if is_here else everything]
-        one = everything[0].for_other_forms(hints), here
-        return [one] if self.incumbent.is_known or not limited else [one, everything]
+            return ((everything[0], mesh) if is_here else everything,)
+        one = everything[0].for_other_forms(hints), mesh
+        return (one,) if self.incumbent.is_known or not limited else (one, everything)
+
+    def _everywhere(self, start: Form, prepared: Prepared) -> Prepared:
+        """A form on all meshes, and on that to which the search of the first form of all led, whose descent is not done once more."""
+        first = Form(self.first)
+        if start == first or first not in self.first_found:
+            return prepared
+        mesh, _ = self.first_found[first]
+        return replace(prepared, meshes=tuple(dict.fromkeys((*prepared.meshes, mesh))), most_axes=0)
 
     def _form(self, form: Form) -> tuple[Prepared, dict[Mesh, Problem]]:
         """The program in a form, and its problems so far."""
@@ -384,12 +382,14 @@ class Attempts:
 
     def _advised(self, error: InfeasibleError) -> InfeasibleError:
         """The refusal with what was not tried."""
-        untried = [*(["microbatches='fit'"] if self.microbatches in (None, 1) else []), *(["remat='fit'"] if self.remat is None else [])]
-        if self.offload is None and self.asked.cluster.device.host_bandwidth_bytes_per_second and self._state:
-            untried.append("offload='auto'")
-        if self.asked.traced.stages == 1:
-            untried.append("pipelines (stages=2)")
-        return with_untried(error, untried)
+        may_offload = self.offload is None and self.asked.cluster.device.host_bandwidth_bytes_per_second and self._state
+        others = {
+            "microbatches='fit'": self.microbatches in (None, 1),
+            "remat='fit'": self.remat is None,
+            "offload='auto'": may_offload,
+            "pipelines (stages=2)": self.asked.traced.stages == 1,
+        }
+        return with_untried(error, [words for words, is_untried in others.items() if is_untried])
 
 
 def _seconds(found: Found) -> float:

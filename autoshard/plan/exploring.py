@@ -21,7 +21,7 @@ from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, Sea
 from autoshard.mesh_search.equality import EQUAL, Figures, simplest_first
 from autoshard.plan.forms import Estimates, Form
 from autoshard.plan.incumbent import Incumbent
-from autoshard.plan.refusals import AGAIN
+from autoshard.plan.refusals import refused_in_all
 from autoshard.render import format_bytes, format_seconds
 from autoshard.search import Solution
 from autoshard.strategy import Tried
@@ -131,7 +131,7 @@ class Exploration(Generic[Found]):
         if not self.found:
             if failure is None:
                 raise NothingFasterError(NOTHING_FASTER)
-            raise failure if isinstance(failure, NothingFasterError) else self._refusal(failure)
+            raise failure if isinstance(failure, NothingFasterError) else refused_in_all(failure, self.first, self.refused, self.reason)
         return self._fastest()
 
     def _fastest(self) -> Found:
@@ -312,25 +312,6 @@ class Exploration(Generic[Found]):
 
     def _seconds(self, found: Found) -> float:
         return self.solution(found).judgement.cost.makespan_seconds
-
-    def _refusal(self, error: InfeasibleError) -> InfeasibleError:
-        """The refusal of the first form, with what else was tried."""
-        text, smallest = str(error), error.smallest_peak_bytes or math.inf
-        text += f" Nor could it run in microbatches: {self.reason}" if self.reason else ""
-        numbers = sorted({form.microbatches for form in self.refused} - {self.first.microbatches})
-        some = ", ".join(map(str, numbers))
-        tried = {
-            f"in microbatches, of which {some} were tried": lambda form: form.microbatches > self.first.microbatches,
-            AGAIN: lambda form: form.again != self.first.again,
-            "with kept activations in the memory of hosts": lambda form: form.again is not None and form.again.hosted_bytes > 0,
-            "with optimizer state in the memory of hosts": lambda form: form.hosted > self.first.hosted,
-        }
-        for words, is_other in tried.items():
-            if forms := [form for form in self.refused if is_other(form)]:
-                least = min(self.refused[form] for form in forms)
-                smallest = min(smallest, least)
-                text += f" Nor does it fit {words}: the smallest peak is {format_bytes(least)}."
-        return InfeasibleError(text, None if smallest == math.inf else smallest, error.proven)
 
     def merged(self, others: Iterable[Exploration[Found]]) -> Exploration[Found]:
         """This exploration with what others found, of each form the fastest."""

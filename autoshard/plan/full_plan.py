@@ -24,6 +24,7 @@ from autoshard.mesh_search.equality import EQUAL, Figures, note_of_equal, simple
 from autoshard.pipeline.plans import Candidate, Estimate, Plans
 from autoshard.plan.confirm import noted
 from autoshard.plan.forms import Form
+from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.plan import Plan
 from autoshard.plan.request import LEAST_SECONDS
 from autoshard.progress import Progress, part
@@ -85,18 +86,20 @@ def fullest(
     limit_seconds: float | None,
     progress: Progress,
     ends: tuple[type[BaseException], ...] = (),
+    known: Incumbent | None = None,
 ) -> list[Plan]:
     """The strategies of all searches, fastest first.
 
     Args:
         error: the share by which predicted ratios of two plans' times are off.
         ends: the exceptions after which the best strategy so far is the answer, if there is one.
+        known: what was found of other variants of the program, which has to be beaten; it takes what is found.
 
     Raises:
-        InfeasibleError: nothing fits, with stages or without.
+        InfeasibleError: nothing fits, with stages or without; or nothing is faster than what is known.
     """
     until = math.inf if limit_seconds is None else time.perf_counter() + limit_seconds
-    search = _Searching(until)
+    search = _Searching(until, known or Incumbent())
     plans: Plans | None = None
     try:
         search.keep(searches.whole, math.inf if limit_seconds is None else SHARE * limit_seconds)
@@ -136,12 +139,14 @@ class _Searching:
 
     Attributes:
         until: when the time is over, on `time.perf_counter`'s clock; Ctrl-C is for the searches that are left, too, which have no time.
+        known: what was found of this program and of its other variants.
         found: the strategies of each search.
         failure: the first refusal.
         tried: pipelines that were found.
     """
 
     until: float
+    known: Incumbent
     found: list[Sequence[Plan]] = field(default_factory=list)
     failure: AutoshardError | None = None
     tried: int = 0
@@ -154,7 +159,7 @@ class _Searching:
     @property
     def fastest(self) -> float:
         """The least step time, in seconds."""
-        return min((each.cost.makespan_seconds for each, *_ in self.found), default=math.inf)
+        return min([self.known.makespan_seconds, *(each.cost.makespan_seconds for each, *_ in self.found)])
 
     def keep(
         self, search: Callable[[float | None], Sequence[Plan]], most: float = math.inf, computing_seconds: float = math.inf
@@ -169,6 +174,7 @@ class _Searching:
         started, computing = time.perf_counter(), thread_seconds()
         try:
             self.found.append(search(seconds))
+            self.known.makespan_seconds = self.fastest
         except REFUSED as error:
             self.failure = self.failure or error
             return False

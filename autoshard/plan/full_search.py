@@ -25,6 +25,7 @@ from autoshard.pipeline.plans import Asked as Wanted
 from autoshard.pipeline.plans import Candidate, Estimate, Plans
 from autoshard.plan.found_pipelines import USUAL
 from autoshard.plan.full_plan import DEEP_GAIN, DEEP_OPS, STAGES_ALONE, Searches, fullest
+from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.meshes import meshes_of
 from autoshard.plan.pipelining import numbers_of_microbatches
 from autoshard.plan.plan import Plan
@@ -65,11 +66,12 @@ def _saving(options: Sequence[Remat]) -> list[Remat]:
     return [*(again[round(share * (len(again) - 1))] for share in RECOMPUTED if again), *hosted[-1:]]
 
 
-def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> list[Plan]:
+def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]], known: Incumbent) -> list[Plan]:
     """The best strategies with stages or without, fastest first.
 
     Args:
         whole: searches without stages.
+        known: what was found of other variants of the program, which has to be beaten; it takes what is found here.
     """
     cluster, request = call.cluster, call.request
     traced, facts, spent = call.traced()
@@ -140,4 +142,4 @@ def full(call: Call, whole: Callable[[Request, Progress], Sequence[Plan]]) -> li
         return []
 
     searches = Searches(alone, plans, staged, in_stages_alone)
-    return fullest(searches, cluster.device.pair_error, request.seconds, call.progress, request.ends)
+    return fullest(searches, cluster.device.pair_error, request.seconds, call.progress, request.ends, known)

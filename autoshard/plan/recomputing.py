@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -32,6 +32,15 @@ def recomputations(traced: Traced, facts: ProgramFacts, cluster: Cluster, remat:
         return ()
     own = program_facts(opened.graph, rules_of(opened.graph), compiler_of(cluster)).corrected(facts.corrections)
     return Options(opened, own, cluster.device, hosts).replaced
+
+
+def half_of_loops(traced: Traced, options: Iterable[Remat]) -> list[Remat]:
+    """Of some recomputations the one that keeps about half of what loops keep on devices; [] where there are no loops."""
+    if not any(op.primitive == "scan" for op in traced.graph.walk()):
+        return []
+    loops = [each for each in options if each.loops and not each.hosted_bytes]
+    half = sum(each.kept_bytes + each.plain_bytes for each in loops[-1:]) / 2
+    return sorted(loops, key=lambda each: abs(each.kept_bytes - half))[:1]
 
 
 def _fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:

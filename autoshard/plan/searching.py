@@ -163,11 +163,13 @@ def _finalists(
     if not request.is_pipeline:
         return _of_one_program(fn, args, request, progress, wanted, incumbent, corrections)
 
+    known = incumbent or Incumbent()
+
     def whole(request: Request, progress: Progress) -> Sequence[Plan]:
-        return _finalists(fn, args, request, progress, wanted, corrections=corrections).strategies
+        return _finalists(fn, args, request, progress, wanted, known, corrections).strategies
 
     started, call = time.perf_counter(), Call(fn, args, request, progress)
-    found = full(call, whole) if request.stages is None else in_stages(call, request.stages)
+    found = full(call, whole, known) if request.stages is None else in_stages(call, request.stages)
     is_over = bool(found[0].record.stats.get("ended_early")) and not _timed_out(request, time.perf_counter() - started)
     return _Finalists(found[:wanted], [each.record.searcher.name for each in found[:wanted]], started, is_over)
 

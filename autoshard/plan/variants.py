@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from autoshard.budgets import BUDGETS
 from autoshard.errors import AutoshardError
-from autoshard.ir.rewrites import Rewrite
+from autoshard.ir import entry_axes
+from autoshard.ir.rewrites import Padded, Rewrite
 from autoshard.plan.agreement import everyones
 from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.plan import Plan
@@ -16,6 +19,9 @@ from autoshard.plan.request import LEAST_SECONDS, Request
 from autoshard.progress import Progress, part
 from autoshard.rewrite import PROPOSALS
 from autoshard.run.tracing import TracedOnce
+
+Found = Mapping[tuple[Rewrite, ...], "Plan | AutoshardError"]
+"""By rewrites the plan of a variant, or why it has none."""
 
 Search = Callable[[TracedOnce, float | None, Progress, Incumbent], Plan]
 """From a function, seconds to search it in, a progress callback, and what is known of other variants, to a strategy that is faster."""
@@ -34,7 +40,7 @@ def fastest(
     until, seconds = None, request.searching_seconds
     chosen: tuple[Rewrite, ...] = once.rewrites
     found: dict[tuple[Rewrite, ...], Plan | AutoshardError] = {}
-    incumbent = Incumbent()
+    incumbent, devices = Incumbent(), cluster_of(request.cluster).n_devices
 
     def proposals(kind: int, before: tuple[Rewrite, ...]) -> list[tuple[Rewrite, ...]]:
         traced = whole_of(once.rewritten(before), args, request.donate_argnums, request.axes, request.asked.batch)
@@ -55,9 +61,12 @@ def fastest(
             until = time.perf_counter() + seconds
         is_choice = not any(getattr(rewrites[-1], "required", False) for rewrites in new)
         among = [chosen, *new] if is_choice else new
-        # Where the first is much faster, it is soon known that the one as it is written is not.
-        untried = [rewrites for rewrites in (*new, chosen) if rewrites in among and rewrites not in found]
+        # Where the first is much faster, it is soon known that the one as it is written is not; and where that is, one of more work is not.
+        ordered = sorted((*new, chosen), key=lambda rewrites: rewrites != chosen and rewrites[-1].growth > BUDGETS.least_gain)
+        untried = [rewrites for rewrites in ordered if rewrites in among and rewrites not in found]
         for k, rewrites in enumerate(untried):
+            if rewrites == chosen and any(_has_all_of(each, found, devices) for each in new):
+                continue
             if found and until is not None and time.perf_counter() > until and any(isinstance(each, Plan) for each in found.values()):
                 break
             tried(rewrites, 1 / (len(untried) - k), k / len(untried))
@@ -70,7 +79,24 @@ def fastest(
     return best, once.rewritten(chosen)
 
 
-def _best(found: dict[tuple[Rewrite, ...], Plan | AutoshardError], among: list[tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:
+def _has_all_of(rewrites: tuple[Rewrite, ...], found: Found, devices: int) -> bool:
+    """Whether a variant can do all that the program without its last rewrite can, at hardly more work, and its plan makes use of it.
+
+    A search of that program would find nothing that is faster by a gain that is worth it.
+    """
+    last, plan = rewrites[-1], found.get(rewrites)
+    if not isinstance(last, Padded) or not isinstance(plan, Plan) or last.most_growth(devices) > BUDGETS.least_gain:
+        return False
+    sizes = dict(plan.record.mesh.axes)
+    for argument, dim, extent in last.arguments:
+        spec = plan.record.arguments[argument].spec
+        parts = math.prod(sizes.get(axis, 1) for axis in entry_axes(spec[dim] if dim < len(spec) else None))
+        if math.prod(size for size, _ in extent) % parts:
+            return True
+    return False
+
+
+def _best(found: Found, among: list[tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:
     """The variant of least predicted step time, on which all processes agree; the first where none has a strategy."""
 
     def seconds(k: int) -> float:

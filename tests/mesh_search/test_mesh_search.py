@@ -23,6 +23,7 @@ from autoshard.mesh_search.bounds import first_bound, large_bound, may_hide_more
 from autoshard.mesh_search.candidates import placed
 from autoshard.mesh_search.search import search_meshes
 from autoshard.problem import Hints, Problem, cost_tables
+from autoshard.progress import silent
 from autoshard.reductions import symmetry
 from autoshard.search import DataParallel, DynamicProgramming, RecursiveProgramming, solve
 from benchmarks import models
@@ -51,6 +52,16 @@ def test_cut_meshes_could_not_have_gained(program):
     assert found.judgement.cost.objective_seconds * (1 - BUDGETS.least_gain) <= min(optima) * (1 + 1e-9)
     assert len(searched) + found.stats["meshes_cut"] == len(every)
     assert problem in searched
+
+
+def test_tensor_parallelism_is_tried_on_a_cut_mesh_if_it_may_hide_enough():
+    """The bound of the mesh is above the best makespan by more than any answer hides, or it is not."""
+    problem = problems("mlp")[1]
+    least = 0.9 * DynamicProgramming().solve(problem).judgement.cost.objective_seconds
+    search = mesh_search._Search(DynamicProgramming(), [problem], solve, silent, False, None, hints={0: Hints(near_tensor_parallel=True)})
+    for hiding, expected in ((1.2, True), (1.0, False)):
+        search.best, search.hiding = (least, 0, None), hiding
+        assert search._may_hide(0) is expected
 
 
 def test_a_mesh_may_hide_more_than_the_best_one():

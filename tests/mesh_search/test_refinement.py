@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +181,22 @@ def test_the_finer_problem_has_the_gain():
     assert refined(problem, labels, 3, 0.9, on) is None
     best = found.labels(RecursiveProgramming().solve(found).assignment)
     assert refined(found, best, 3, 0.01, on) is None
+
+
+def test_the_best_labels_of_a_placement_are_tried_in_all_others(monkeypatch):
+    """A descent is in the placement in which labels cost least, and again in another one if its labels are cheaper there."""
+    costs = {"start": (4.0, 3.0, 5.0), "second": (1.5, 2.0, 3.0), "first": (1.0, 2.0, 3.0)}
+    problems = [SimpleNamespace(number=k, cost_of=lambda labels, k=k: costs["".join(labels)][k]) for k in range(3)]
+    asked = []
+
+    def descended(problem, labels, progress):
+        asked.append(problem.number)
+        found = {1: "second", 0: "first"}[problem.number]
+        return list(found), costs[found][problem.number]
+
+    monkeypatch.setattr(refinement, "_descended", descended)
+    (problem, hints), cost = refinement._settled(problems, list("start"), None)
+    assert (problem.number, "".join(hints.start), cost, asked) == (0, "first", 1.0, [1, 0])
 
 
 def test_refinement_ends_where_it_cannot_gain_or_makes_too_many_tables(monkeypatch):

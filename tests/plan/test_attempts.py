@@ -10,8 +10,12 @@ import pytest
 from small_graphs import random_small
 
 import autoshard
-from autoshard.errors import InfeasibleError
+from autoshard.errors import InfeasibleError, NothingFasterError
+from autoshard.ir import Mesh
 from autoshard.plan import attempts
+from autoshard.plan.answers import Answers
+from autoshard.plan.forms import Form
+from autoshard.plan.prepared import Prepared
 from autoshard.search import Auto, DataParallel
 from autoshard.search.auto import LAST_RESORT
 from autoshard.search.integer_model import Model
@@ -115,3 +119,36 @@ def test_other_forms_are_searched_on_the_best_mesh_of_the_first_one(monkeypatch)
     autoshard.search(step, *arguments(), memory_limit_bytes=400e3, **OPTIONS)
     first, *others = asked.values()
     assert first[0] > 1 and others and all(meshes[0] == 1 for meshes in others)
+
+
+def test_a_full_plan_descends_over_prime_axes_once(monkeypatch):
+    """Searches from other forms take the mesh to which the first one led, and no form is searched twice on one mesh."""
+    descents, finer = [], Prepared.finer
+    searched, search = [], attempts.searched_on_meshes
+
+    def recorded(prepared, searcher, progress, ends, n_finalists, start, limit, **how):
+        searched.append((id(prepared.facts), prepared.meshes, searcher, limit))
+        return search(prepared, searcher, progress, ends, n_finalists, start, limit, **how)
+
+    monkeypatch.setattr(Prepared, "finer", lambda self, *args: descents.append(self.facts) or finer(self, *args))
+    monkeypatch.setattr(attempts, "searched_on_meshes", recorded)
+    autoshard.search(step, *arguments(), plan="full", **OPTIONS)
+    assert len(descents) == 1 and len({facts for facts, *_ in searched}) > 2
+    assert len(searched) == len(set(searched))
+
+
+def test_answers_are_found_once():
+    """By form, limit and meshes, errors too; a form's answer on another mesh is known."""
+    answers, first, asked = Answers(), Form(again=None), []
+
+    def nothing():
+        asked.append(1)
+        raise NothingFasterError("nothing is faster.")
+
+    ways, everywhere = ((Auto(), Mesh((("data", 8),))),), ((Auto(), None),)
+    assert answers.elsewhere(first) is None
+    assert answers.once(first, False, ways, lambda: "found") == answers.once(first, False, ways, nothing) == "found"
+    for _ in range(2):
+        with pytest.raises(NothingFasterError):
+            answers.once(first, False, everywhere, nothing)
+    assert asked == [1] and answers.elsewhere(first) == "found" and answers.elsewhere(Form(2)) is None

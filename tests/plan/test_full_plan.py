@@ -27,6 +27,7 @@ from autoshard.plan import prepared
 from autoshard.plan.full_plan import CORE_SECONDS, Searches, _pipelines
 from autoshard.plan.full_plan import fullest as all_found
 from autoshard.plan.full_search import problems_on
+from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.prepared import traced_of
 from autoshard.plan.request import Request
 from autoshard.plan.stage_searches import Call, in_stages
@@ -134,6 +135,22 @@ def test_the_step_without_stages_is_searched_first(found):
 
     best = fullest(Searches(lambda *_: [plain], compare, refused), ERROR, None, silent)
     assert best.cost == plain.cost and asked == [plain.cost.makespan_seconds]
+
+
+def test_what_other_variants_have_found_has_to_be_beaten(found):
+    """No pipeline is compared or searched that promises no more, and other variants have to beat what is found of this one."""
+    plain, pipeline = found
+    asked, known = [], Incumbent(makespan_seconds=pipeline.cost.makespan_seconds / 4)
+
+    def compare(progress, until, cpu_seconds, below):
+        asked.append(below)
+        return Plans((estimate(2, below),), NO_BOUNDS, 1)
+
+    with pytest.raises(autoshard.InfeasibleError, match="none fits"):
+        all_found(Searches(refused, compare, lambda *_: asked.append("staged")), ERROR, None, silent, (), known)
+    assert asked == [known.makespan_seconds]
+    all_found(Searches(lambda *_: [plain], lambda *_: None, refused), ERROR, None, silent, (), known := Incumbent())
+    assert known.makespan_seconds == plain.cost.makespan_seconds
 
 
 def test_the_forms_of_a_full_search_are_in_its_trail(found):
