@@ -72,7 +72,8 @@ def refused(*_):
 def estimate(n_stages, seconds, schedule="1f1b"):
     """Of a plan that promises so many seconds."""
     layering = Layering((1,) * n_stages, (0,) * n_stages, seconds, (1.0,) * n_stages)
-    return Estimate(Candidate(n_stages, 4), schedule, Mesh((("data", max(4 // n_stages, 1)),)), layering, (), None, seconds)
+    mesh, alike = Mesh((("data", max(4 // n_stages, 1)),)), ((None,) * n_stages, seconds, (False,) * n_stages)
+    return Estimate(Candidate(n_stages, 4), schedule, mesh, layering, (), *alike)
 
 
 def test_the_answer_is_the_fastest(found):
