@@ -4,9 +4,10 @@ The fastest strategy of the step as it is, whatever it holds, is found first. Ea
 again and of what each microbatch repeats, the bytes of what is not kept. The form that promises to be fastest of those that may fit is
 searched next, again of whatever it holds, and so on, as long as one promises to be faster than what was found; each answer corrects the
 estimates. So nothing else is searched where the step as it is fits. Two things are faster than estimates promise, so that one form more is
-searched for each: what a loop keeps is copied, and may take less time to compute again; and smaller arrays may be in fast memory, so that
-the next larger number of microbatches is tried where several are best. Where nothing fits, what keeps least is searched. At last the forms
-whose fastest strategies are faster, but hold too much, are searched within the limit: that takes longest, and gains least.
+searched for each: what a loop keeps is copied, and may take less time to compute again, so that half of that is kept as long as this is
+faster; and smaller arrays may be in fast memory, so that the next larger number of microbatches is tried where several are best. Where
+nothing fits, what keeps least is searched. At last the forms whose fastest strategies are faster, but hold too much, are searched within
+the limit: that takes longest, and gains least.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from autoshard.budgets import BUDGETS
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, TraceError
 from autoshard.mesh_search.equality import EQUAL, Figures, simplest_first
-from autoshard.plan.forms import Estimates, Form
+from autoshard.plan.forms import Estimates, Form, Search
 from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.refusals import refused_in_all
 from autoshard.render import format_bytes, format_seconds
@@ -33,19 +34,7 @@ MOST_TOLD = 12  # of forms that were not searched, in what is recorded
 LEFT = "not searched"
 NOTHING_FASTER = "no form of this variant promises to be faster than what was found of another. Use that one."
 
-
 Found = TypeVar("Found")
-Found_co = TypeVar("Found_co", covariant=True)
-
-
-class Search(Protocol[Found_co]):
-    """The search of a form, within the memory limit or of whatever it holds.
-
-    It raises `InfeasibleError` where nothing fits, `NothingFasterError` where nothing is faster than what was found before, and
-    `TraceError` and `SearchLimitError` where there is no such form.
-    """
-
-    def __call__(self, form: Form, limited: bool, /) -> Found_co: ...
 
 
 @dataclass(slots=True)
@@ -220,13 +209,22 @@ class Exploration(Generic[Found]):
         if self.found:
             best = min(self.found, key=lambda form: self._seconds(self.found[form]))
             if best.microbatches == self.first.microbatches:
-                return None
+                return self._keeping_less(best, fit)
             alike = [form for form in every if (form.again, form.hosted) == (best.again, best.hosted)]
             more = min((form for form in alike if form.microbatches > best.microbatches), key=lambda form: form.microbatches, default=None)
             return more if more in fit else None
         leanest = self._leanest(forms)
         forms[:] = [form for form in forms if form.microbatches != self.first.microbatches or form in leanest]
         return next(iter(leanest), None)
+
+    def _keeping_less(self, best: Form, forms: Sequence[Form]) -> Form | None:
+        """Where recomputation saves time, the form that keeps about half of what the best does, unless one that keeps less was searched."""
+        if best == self.first or self._seconds(self.found[best]) >= self._seconds(self.free[self.first]):
+            return None
+        alike = [form for form in (*forms, *self.free) if (form.microbatches, form.hosted) == (best.microbatches, best.hosted)]
+        less = [form for form in alike if form.kept < best.kept]
+        is_new = less and not any(form in self.free for form in less)
+        return min(less, key=lambda form: abs(form.kept - best.kept / 2)) if is_new else None
 
     def _leanest(self, forms: Sequence[Form]) -> list[Form]:
         """The form in the first number of microbatches that holds least, of which a strategy may be nearly as fast within the limit."""

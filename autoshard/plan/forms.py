@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes, format_percent
+
+Found_co = TypeVar("Found_co", covariant=True)
 
 LEAST_KEPT = 0.01  # of activations: a form that keeps less of them holds other values
 
@@ -65,6 +68,16 @@ class Form:
 PLAIN = Form()  # a step as it is written
 
 
+class Search(Protocol[Found_co]):
+    """The search of a form, within the memory limit or of whatever it holds.
+
+    It raises `InfeasibleError` where nothing fits, `NothingFasterError` where nothing is faster than what was found before, and
+    `TraceError` and `SearchLimitError` where there is no such form.
+    """
+
+    def __call__(self, form: Form, limited: bool, /) -> Found_co: ...
+
+
 def forms_of(numbers: Sequence[int], remats: Sequence[Remat | None], hosted: Sequence[bool]) -> list[Form]:
     """All combinations, the first of each first."""
     return [Form(*each) for each in product(numbers, remats, hosted)]
@@ -83,7 +96,8 @@ class Estimates:
         adding_seconds: of adding up gradients of one microbatch more.
         devices: how many share what is computed again.
         host_bytes_per_second: of a device's link to its host.
-        again: what recomputations add to the step time, as it was found: their seconds on one device, ascending, and what they add.
+        again: of recomputations that were found their seconds on one device, ascending, and what they add beyond what is estimated.
+        unstored_seconds: by which a step is faster that keeps nothing: what is not stored is not copied, into stacks of loops for instance.
         peaks: of other forms, as they were found.
         activations: the share of activations in what is held beside arguments.
     """
@@ -98,6 +112,7 @@ class Estimates:
     devices: float
     host_bytes_per_second: float
     again: tuple[tuple[float, float], ...] = ((0.0, 0.0),)
+    unstored_seconds: float = 0.0
     peaks: tuple[tuple[Form, float], ...] = ()
     activations: float = 1.0
 
@@ -135,10 +150,14 @@ class Estimates:
         if form.is_divided(self.of) or (form.microbatches > self.of.microbatches and not is_known):
             return replace(self, adding_seconds=max(0.0, self.adding_seconds + missed / (form.microbatches - self.of.microbatches)))
         if form.again is not None and form.again.seconds and not form.again.hosted_bytes:
-            added = self._again(form.again) + missed
-            if form.microbatches != self.of.microbatches:
+            alone = form.microbatches == self.of.microbatches
+            if alone and missed < 0 and form.kept < 1 and len(self.again) == 1:
+                return replace(self, unstored_seconds=-missed / (1 - form.kept), again=(*self.again, (form.again.seconds, 0.0)))
+            added = self._again(form) + missed
+            if not alone:
                 added = max(added, 0.0)  # what is below is of the microbatches, and no other number of them is so much faster
-            return replace(self, again=tuple(sorted({**dict(self.again), form.again.seconds: added}.items())))
+            beyond = added - self._computed(form)
+            return replace(self, again=tuple(sorted({**dict(self.again), form.again.seconds: beyond}.items())))
         return self
 
     def within(self, least: float) -> Estimates:
@@ -152,11 +171,19 @@ class Estimates:
         hosted = self.state_bytes if form.hosted else 0.0
         again = 0.0
         if form.again is not None:
-            again, hosted = self._again(form.again), hosted + form.again.hosted_bytes / self.devices
+            again, hosted = self._again(form), hosted + form.again.hosted_bytes / self.devices
         transfers = 2 * hosted / self.host_bytes_per_second if hosted else 0.0
         return (form.microbatches - 1) * self.adding_seconds + again + transfers
 
-    def _again(self, again: Remat) -> float:
-        """What a recomputation adds: between those that were found as a line between them has it, beyond all as much as is computed."""
-        seconds, added = zip(*self.again, strict=True)
-        return float(np.interp(again.seconds, seconds, added)) + max(0.0, again.seconds - seconds[-1]) / self.devices
+    def _again(self, form: Form) -> float:
+        """What a form's recomputation adds: what is computed, and what others add beyond that as a line between them has it."""
+        seconds, beyond = zip(*self.again, strict=True)
+        return self._computed(form) + float(np.interp(_seconds(form), seconds, beyond))
+
+    def _computed(self, form: Form) -> float:
+        return _seconds(form) / self.devices - self.unstored_seconds * (1 - form.kept)
+
+
+def _seconds(form: Form) -> float:
+    """The seconds of what a form computes again, on one device."""
+    return 0.0 if form.again is None else form.again.seconds

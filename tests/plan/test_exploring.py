@@ -92,10 +92,24 @@ def test_half_of_what_loops_keep_is_computed_again_even_where_all_fits():
         assert (trail[0].outcome, trail[0].seconds, trail[0].peak_bytes) == ("taken", 9.5, 60.0)
 
 
+def test_less_is_kept_as_long_as_that_is_faster():
+    """Where a recomputation is faster than the step as it is, one that keeps less is searched, though it is estimated to be slower."""
+    for full, expected in ((9.0, 9.0), (9.6, 9.5)):
+        costs, quick = Costs(), {Form(again=HALF): (9.5, 60.0), Form(again=FULL): (full, 28.0)}
+        exploration = costs.exploration(61.0, lambda form, _, quick=quick, costs=costs: quick.get(form, costs.free(form)))
+        exploration.always = lambda fits: [Form(again=HALF)]
+        assert exploration.best()[0] == expected and Form(again=FULL) in exploration.free
+
+
 def test_estimates_go_through_what_was_found():
-    """Between two recomputations on a line, beyond both by what is computed; of several microbatches what is missed is due to these."""
-    estimates = Estimates(10.0, 100.0, Form(), 20.0, 20.0, 10.0, 0.1, 8, 1.0).corrected(Form(again=HALF), 6.0)
-    assert [estimates.time(Form(again=each)) for each in (None, HALF, FULL)] == [10.0, 6.0, 8.0]
+    """What is found beyond them holds for others; of several microbatches what is missed is due to these.
+
+    A recomputation that is faster than what it computes saves time by what it does not keep, and one that keeps less saves more.
+    """
+    plain = Estimates(10.0, 100.0, Form(), 20.0, 20.0, 10.0, 0.1, 8, 1.0)
+    for found, full in ((12.0, 14.0), (6.0, 4.0)):
+        estimates = plain.corrected(Form(again=HALF), found)
+        assert [estimates.time(Form(again=each)) for each in (None, HALF, FULL)] == [10.0, found, full]
     assert estimates.corrected(Form(3, HALF), 16.0).time(Form(2)) == 15.0
 
 
