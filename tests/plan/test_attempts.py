@@ -132,7 +132,7 @@ def test_a_full_plan_descends_over_prime_axes_once(monkeypatch):
 
     monkeypatch.setattr(Prepared, "finer", lambda self, *args: descents.append(self.facts) or finer(self, *args))
     monkeypatch.setattr(attempts, "searched_on_meshes", recorded)
-    autoshard.search(step, *arguments(), plan="full", **OPTIONS)
+    autoshard.search(step, *arguments(), plan="full", memory_limit_bytes=1e6, **OPTIONS)
     assert len(descents) == 1 and len({facts for facts, *_ in searched}) > 2
     assert len(searched) == len(set(searched))
 
