@@ -44,6 +44,7 @@ from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.grouped import is_grouped
 from autoshard.compilers.op_patterns import (
     added_to,
+    are_together,
     is_call,
     is_one_hot,
     minor,
@@ -350,12 +351,13 @@ class _Fuser:
             self.absorbed[value] = True
 
     def _is_reduced_only(self, value: int) -> bool:
-        """Whether one reduction alone reads a value, widened perhaps: then the product's kernel reduces it."""
+        """Whether reductions alone read a value, widened perhaps: then the product's kernel reduces it, as to minima and their places."""
         shape = self.values[value].shape
         while len(only := self.readers[value]) == 1 and only[0].primitive == "convert_element_type":
             value = self._find(only[0].results[0])
-        reduces = len(only) == 1 and is_reduction(only[0].primitive)
-        return reduces and self.values[only[0].operands[0]].shape == shape and self.values[only[0].results[0]].rank > 0
+        return are_together(only) and all(
+            self.values[one.operands[0]].shape == shape and self.values[one.results[0]].rank > 0 for one in only
+        )
 
     # -- kernels -------------------------------------------------------------------------------------------------------------
 

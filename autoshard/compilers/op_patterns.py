@@ -270,6 +270,22 @@ def sliced_alone(graph: Graph) -> frozenset[int]:
     return frozenset(value for value in without - with_products if graph.values[value].rank > 2)
 
 
+def are_together(readers: Sequence[Op]) -> bool:
+    """Whether all readers of a product's result are reductions of one kernel, its own.
+
+    Sums, products and extrema are, along whichever dimensions; the place of an extremum only with the extremum itself.
+    """
+    # evidence: reductions of one product
+    places = [one for one in readers if one.primitive in ("argmax", "argmin")]
+    if not readers or not all(is_reduction(one.primitive) for one in readers):
+        return False
+    if not places or len(readers) == 1:
+        return True
+    first = places[0]
+    alike = {first.primitive, f"reduce_{first.primitive.removeprefix('arg')}"}
+    return all(one.primitive in alike and one.params["axes"] == first.params["axes"] for one in readers)
+
+
 def row_updates(graph: Graph) -> dict[int, tuple[int, ...]]:
     """Per scatter that adds to zeros the arguments that its sum updates elementwise, where it shares an array with the update.
 

@@ -286,6 +286,25 @@ def test_a_product_that_one_reduction_alone_reads_lies_nowhere(read, lies):
     assert any(facts.fusion.stored[facts.fusion.root[value]] for value in product.results) == lies
 
 
+@pytest.mark.parametrize(
+    ("read", "stored"),
+    [
+        (lambda y: (y.argmin(-1), y.min(-1)), False),
+        (lambda y: (y.min(-1), y.max(-1), y.sum(-1)), False),
+        (lambda y: (y.sum(0), y.max(1)), False),
+        (lambda y: (y.argmin(-1), y.max(-1)), True),
+        (lambda y: (y.argmax(-1), y.sum(-1)), True),
+        (lambda y: (y.argmax(0), y.argmax(1)), True),
+    ],
+)
+def test_several_reductions_are_of_one_product_if_the_compiler_joins_them(read, stored):
+    """Sums and extrema along any dimensions, and an extremum with its place; 65,536 x 4,096 float32 are 1.07 GB or none (libtpu 0.0.52)."""
+    facts = facts_of(lambda x, w: read(jnp.tanh(x @ w.T)), floats(1024, 256), floats(512, 256))
+    product = next(op for op in facts.graph.walk() if op.primitive == "dot_general")
+    tanh = next(op for op in facts.graph.walk() if op.primitive == "tanh")
+    assert any(facts.fusion.stored[facts.fusion.root[value]] for op in (product, tanh) for value in op.results) == stored
+
+
 WIDE, NARROW = jax.ShapeDtypeStruct((512, 512), jnp.float32), jax.ShapeDtypeStruct((512, 512), jnp.bfloat16)
 
 

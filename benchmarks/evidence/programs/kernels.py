@@ -433,3 +433,24 @@ for title, function, weights, kept in (
     ("products of groups after a gelu", after_gelu, GROUPED_WEIGHTS, "bf16[16384,1024]"),
 ):
     named(title, Program(function, (GROUPED_ROWS, weights, SIZES), stored(kept)))
+
+# -- reductions of products ------------------------------------------------------------------------------------------------
+
+
+def reduced(*how):
+    def program(x, w):
+        made = jnp.tanh(x @ w.T)
+        return tuple(reduce(made, axis) for reduce, axis in how)
+
+    return program
+
+
+for title, how in (
+    ("minima and their places", ((jnp.argmin, -1), (jnp.min, -1))),
+    ("minima, maxima and sums", ((jnp.min, -1), (jnp.max, -1), (jnp.sum, -1))),
+    ("sums of rows and of columns", ((jnp.sum, 0), (jnp.sum, 1))),
+    ("places of maxima and sums", ((jnp.argmax, -1), (jnp.sum, -1))),
+    ("places of maxima of rows and of columns", ((jnp.argmax, 0), (jnp.argmax, 1))),
+):
+    args = leaf(65536, 256, dtype=F32), leaf(4096, 256, dtype=F32)
+    named(f"{title} of a product", Program(reduced(*how), args, stored("f32[65536,4096]")))
