@@ -14,7 +14,7 @@ Parallelism with Controllable Memory, 2024) and DualPipeV (DeepSeek, 2025), each
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.errors import PipelineError
@@ -207,10 +207,19 @@ def _orders(tables: Tables, bound: float, effort: int) -> tuple[float, Orders]:
     tries = IMPROVING // tables.n_tasks if effort == EFFORT else 0
     if tries < LEAST_TRIES:
         return timed(tables, tried[0][2]), tried[0][2]  # a rule that waits, and then starts what it waited with, tells too much
-    complete = [(makespan, orders) for makespan, _, orders in tried[:FINALISTS] if makespan < math.inf]
-    better = (improved(tables, orders, makespan, bound, tries // FINALISTS) for makespan, orders in complete)
-    _, orders = min(better, key=lambda each: each[0])
+    orders = _improved(tables, tried, bound, tries)
     return timed(tables, orders), orders
+
+
+def _improved(tables: Tables, tried: Sequence[tuple[float, int, Orders]], bound: float, tries: int) -> Orders:
+    """The best orders after local search: half of the tries are for starts of different makespans, the others for the best of these."""
+    starts = [(tried[0][0], tried[0][2])]
+    for makespan, _, own in tried:
+        if len(starts) < FINALISTS and starts[-1][0] * (1 + 1e-9) < makespan < math.inf:
+            starts.append((makespan, own))
+    better = [improved(tables, orders, makespan, bound, tries // 2 // len(starts)) for makespan, orders in starts]
+    makespan, orders = min(better, key=lambda each: each[0])
+    return improved(tables, orders, makespan, bound, tries - tries // 2)[1]
 
 
 def _of_candidate(tables: Tables, number: int, as_seen: AsSeen, rule: Rule) -> tuple[float, int, Orders]:
