@@ -160,18 +160,20 @@ def padded_alike(traced: Traced, like: Padded, n_arguments: int) -> Padded | Non
 
 
 def stays_whole(graph: Graph, rules: Sequence[Rule | None], assignment: Assignment, asked: bool | Padding) -> list[str]:
-    """Dimensions that do not divide and whose operations several devices do alike, in words; none that were planned with padding, too."""
+    """Dimensions that do not divide and whose operations several devices do alike, or that padding would divide, in words.
+
+    None that were planned with padding, too.
+    """
     devices, words = assignment.mesh.size, []
     for found in classes(graph, rules, devices) if uneven_sizes(graph, devices) else ():
-        tried = bool(asked) and (found.growth <= LITTLE or is_promising(found, graph, devices))
-        if tried or (share := repeated(found, graph, rules, assignment)) < MATTERS:
+        is_tried = found.growth <= LITTLE or is_promising(found, graph, devices)
+        share = 0.0 if is_tried and asked else repeated(found, graph, rules, assignment)
+        if share < MATTERS and (asked or not is_tried):
             continue
         padded = padded_size(0, _first(graph, found)[2] if found.arguments else found.extent)
         remedy = f"choose {padded:,} or another size that divides" if asked else f"choose {padded:,}, or let padding=True pad it"
-        words.append(
-            f"{named(graph, found)}, of size {found.size:,}, does not divide by {devices} devices, and several of these repeat "
-            f"{format_percent(share)} of the step's work that has it: {remedy}"
-        )
+        repeats = f", and several of these repeat {format_percent(share)} of the step's work that has it" if share >= MATTERS else ""
+        words.append(f"{named(graph, found)}, of size {found.size:,}, does not divide by {devices} devices{repeats}: {remedy}")
     return words
 
 
