@@ -26,6 +26,20 @@ from autoshard.trace import Traced, of_jaxpr, rebuilt, types_of
 
 ELSE = "or leave microbatches out; in stages such a step runs with microbatches=1."
 
+
+class HeldUpError(TraceError):
+    """A step cannot be computed in microbatches one after the other.
+
+    Attributes:
+        reason: why, and what to change in the step; the message goes on with what runs it as it is.
+    """
+
+    def __init__(self, message: str, *, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
+
+
+
 NAMED = "Give the batch as an argument with a dimension of examples, and name it, as in batch='x', where it is taken for state"
 
 CLEAR_SHARE = 0.75  # of the products in the loop: this is the batch, whatever else depends on others
@@ -258,7 +272,7 @@ def _nothing_inside(graph: Graph, loop: Loop, indivisible: Sequence[str]) -> Tra
     why = str(causes[0]) if causes else f"no {Work.of(graph).unit} is computed of single examples of {paths}"
     remedy = causes[0].remedy if causes else NAMED
     others = f"; of what else could be a batch, {_listed(indivisible)} examples, which {loop.n} does not divide" if indivisible else ""
-    return TraceError(f"microbatches are computed one after the other, and {why}{others}. {remedy}, {ELSE}")
+    return _held_up(f"microbatches are computed one after the other, and {why}{others}. {remedy}")
 
 
 def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceError | None:
@@ -267,10 +281,14 @@ def _refusal(graph: Graph, rules: Sequence[Rule | None], loop: Loop) -> TraceErr
     total = work.of_ops(graph.ops, rules, graph)
     if (held_up := loop.obstacle(total)) is None:
         return None
-    return TraceError(
+    return _held_up(
         f"microbatches are computed one after the other, and {held_up[0]}; {held_up[1] / total:.0%} of the {work.unit}s wait for it. "
-        f"{held_up[0].remedy}, {ELSE}"
+        f"{held_up[0].remedy}"
     )
+
+
+def _held_up(reason: str) -> HeldUpError:
+    return HeldUpError(f"{reason}, {ELSE}", reason=reason)
 
 
 def divisors(traced: Traced, fixed: Set[int] = frozenset()) -> tuple[int, ...]:

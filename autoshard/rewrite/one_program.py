@@ -34,7 +34,7 @@ from autoshard.errors import PipelineError, TraceError
 from autoshard.ir import Graph, Op, Rule
 from autoshard.ir.rewrites import OneProgram
 from autoshard.lower import AsItIs, Path, ops_by_path
-from autoshard.microbatch.batch import ELSE, loop_of_batch, passes_of
+from autoshard.microbatch.batch import HeldUpError, loop_of_batch, passes_of
 from autoshard.microbatch.plan import Loop
 from autoshard.microbatch.rewrite import Inside
 from autoshard.microbatch.rules import batch_rules
@@ -56,7 +56,7 @@ def in_one_program(rewrite: OneProgram, traced: Traced) -> Traced:
     order = Order(rewrite.stages, rewrite.microbatches, rewrite.rounds, rewrite.weights_apart)
     try:
         loop = loop_of_batch(traced, rules, order.microbatches)
-    except TraceError as error:
+    except HeldUpError as error:
         raise _refusal(traced, order.microbatches, error) from None
     stacks = stacks_of(graph, loop, order)
     if not stacks:
@@ -74,14 +74,14 @@ def in_one_program(rewrite: OneProgram, traced: Traced) -> Traced:
     return rebuilt(traced, made, rewrite, notes=(f"{rewrite.describe()}; layers: {layers}",))
 
 
-def _refusal(traced: Traced, n: int, error: TraceError) -> TraceError:
+def _refusal(traced: Traced, n: int, error: HeldUpError) -> TraceError:
     """Why a step cannot be computed by going once over ``n`` microbatches, with what runs it in stages, if anything does."""
     try:
         times = len(passes_of(traced, n))
     except TraceError:
         times = 1
     if times == 1:
-        return TraceError(str(error).replace(ELSE, "or leave stages out."))
+        return TraceError(f"{error.reason}, or leave stages out.")
     return TraceError(
         f"one program goes over its microbatches once, and {traced.graph.name!r} has to {times} times, since later parts of the step read "
         "what comes of all examples in earlier ones. Use schedule='auto': its stages are programs of their own, with a pipeline each time."

@@ -20,7 +20,18 @@ from autoshard.ir import Assignment, Graph, Rule
 from autoshard.ir.rewrites import Extent, Padded, PaddedDim
 from autoshard.render import format_percent
 from autoshard.rewrite.extents import Extents, padded_size
-from autoshard.rewrite.padding_choice import LITTLE, MATTERS, Class, arguments_of, classes, is_promising, more_work, repeated, uneven_sizes
+from autoshard.rewrite.padding_choice import (
+    LITTLE,
+    MATTERS,
+    Class,
+    Work,
+    arguments_of,
+    classes,
+    is_promising,
+    more_work,
+    repeated,
+    uneven_sizes,
+)
 from autoshard.rewrite.padding_plan import Links, Plan, plan_padding
 from autoshard.rewrite.padding_program import padded_program
 from autoshard.rules import rules_of
@@ -164,10 +175,14 @@ def stays_whole(graph: Graph, rules: Sequence[Rule | None], assignment: Assignme
 
     None that were planned with padding, too.
     """
-    devices, words = assignment.mesh.size, []
-    for found in classes(graph, rules, devices) if uneven_sizes(graph, devices) else ():
+    devices = assignment.mesh.size
+    words: list[str] = []
+    if not uneven_sizes(graph, devices):
+        return words
+    work = Work(graph, rules)
+    for found in classes(graph, rules, devices):
         is_tried = found.growth <= LITTLE or is_promising(found, graph, devices)
-        share = 0.0 if is_tried and asked else repeated(found, graph, rules, assignment)
+        share = 0.0 if is_tried and asked else repeated(found, work, assignment)
         if share < MATTERS and (asked or not is_tried):
             continue
         padded = padded_size(0, _first(graph, found)[2] if found.arguments else found.extent)

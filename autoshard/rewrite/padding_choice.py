@@ -107,7 +107,7 @@ def classes(graph: Graph, rules: Sequence[Rule | None], devices: int, quanta: Ma
         quanta: per position of an argument of how many elements each shard is a multiple.
     """
     of_value = {graph.arguments[k]: quantum for k, quantum in (quanta or {}).items()}
-    uneven, work, links = uneven_sizes(graph, devices), _Work(graph, rules), Links(graph, rules)
+    uneven, work, links = uneven_sizes(graph, devices), Work(graph, rules), Links(graph, rules)
     seen: set[tuple[int, int]] = set()
     for value in dict.fromkeys((*of_value, *graph.arguments, *work.largest())):
         quantum = of_value.get(value, 1)
@@ -131,7 +131,7 @@ def arguments_of(graph: Graph, extents: Mapping[int, Extents]) -> tuple[tuple[in
     return tuple((k, dim, of) for k, found in padded for dim, of in enumerate(found) if of)
 
 
-class _Work:
+class Work:
     """The work of a program's operations, and the bytes of its values."""
 
     def __init__(self, graph: Graph, rules: Sequence[Rule | None]):
@@ -166,12 +166,12 @@ def more_work(graph: Graph, rules: Sequence[Rule | None], value: int, dim: int, 
     """By what fraction a step's work grows where a dimension is padded, and those that belong to it."""
     links = Links(graph, rules)
     ops = {op.index: op for each in links.spread({(value, dim): of}) for op in links.ops.get(each, ())}
-    return (padded_size(0, of) / math.prod(size for size, _ in of) - 1) * _Work(graph, rules).shares(ops.values())[0]
+    return (padded_size(0, of) / math.prod(size for size, _ in of) - 1) * Work(graph, rules).shares(ops.values())[0]
 
 
-def repeated(found: Class, graph: Graph, rules: Sequence[Rule | None], assignment: Assignment) -> float:
+def repeated(found: Class, work: Work, assignment: Assignment) -> float:
     """The share of the step's work, or of the bytes that it makes, of operations that have a dimension and that devices do alike."""
-    work, n = _Work(graph, rules), assignment.mesh.size
+    graph, n = work.graph, assignment.mesh.size
     flops = nbytes = 0.0
     for op in (graph.walk()[index] for index in found.ops):
         parts = math.prod(size for (factor, _), size in zip(assignment.choice(op.index), assignment.mesh.sizes, strict=True) if factor >= 0)
