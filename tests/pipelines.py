@@ -52,7 +52,7 @@ def pipelined(
     ``demotes`` is of its plans, ``donated`` of the trace.
     """
     mesh, placement = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh), "v" if schedule == "auto" else "loop"
-    staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches, rows=None if n_chunks == 1 else ())
+    staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches)
     plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
     return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks, placement))
 

@@ -219,8 +219,10 @@ def _pipeline(
     fn, args = call if batch is None else with_batch_size(strategy, batch)
     own, remat = strategy._pins, record.program.remat
     pins = asked if own is None else replace(own.asked, specs={**own.asked.specs, **asked.specs})
-    known = None
+    known, cuts = None, {}
     if batch is None and remat is None:
+        if (found := strategy._searched.cuts) is not None:
+            cuts[traced, found.n] = found
         known = traced, _facts(strategy, there), {"trace_seconds": 0.0, "n_ops": len(traced.graph.walk())}
 
     same = Request(
@@ -232,7 +234,7 @@ def _pipeline(
 
     def by(request: Request) -> Plan:
         def searched(searcher: Searcher) -> Plan:
-            again = StageCall(fn, args, replace(request, searcher=searcher), silent, remat, own)
+            again = StageCall(fn, args, replace(request, searcher=searcher), silent, remat, earlier=own, cuts=cuts)
             return in_stages(again, wanted["stages"], known)[0]
 
         return by_first_that_holds(searched)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.explanation.layers import layer_of
@@ -12,6 +13,9 @@ from autoshard.judge.evaluate import Judgement, evaluate
 from autoshard.judge.model import CostModel
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.strategy import Record
+
+if TYPE_CHECKING:
+    from autoshard.pipeline.cuts import Cuts  # loads JAX, without which a strategy's file is explained
 
 
 @dataclass(eq=False)
@@ -59,8 +63,10 @@ class Searched:
         facts: of the program.
         problem: that of the strategy's mesh, with the tables that are made by now; None where nothing was searched.
         hints: of its search.
+        cuts: of a pipeline, those of its number of microbatches.
     """
 
     facts: ProgramFacts
     problem: Problem | None = None
     hints: Hints = NO_HINTS
+    cuts: Cuts | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
-from functools import lru_cache
 from math import gcd
 from typing import Any
 
@@ -37,7 +36,6 @@ class HeldUpError(TraceError):
     def __init__(self, message: str, *, reason: str = ""):
         super().__init__(message)
         self.reason = reason
-
 
 
 NAMED = "Give the batch as an argument with a dimension of examples, and name it, as in batch='x', where it is taken for state"
@@ -126,7 +124,6 @@ def _in_loop(traced: Traced, rules: Sequence[Rule | None], n: int, several: bool
         raise error from None  # why one loop would not do says more than why several do not
 
 
-@lru_cache(maxsize=2)  # searches of other stages, and questions about them, begin with the same step
 def passes_of(traced: Traced, n: int) -> tuple[Pass, ...]:
     """The passes over microbatches of a step: programs whose batch `in_loop` finds again, each of which is one loop.
 

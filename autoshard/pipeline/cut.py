@@ -58,24 +58,32 @@ class Cut:
     stages: tuple[int, ...]
 
 
-Seconds = Callable[[Micro], Sequence[float]]
-"""Predicted seconds of each operation of a microbatch, on the devices of a stage."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a cut is found by.
 
-
-def cut_of(micro: Micro, n_stages: int, seconds: Seconds | None = None, shares: Sequence[float] | None = None) -> Cut:
-    """The cut of a step into stages; deterministic.
-
-    Args:
-        seconds: by which operations are weighed; None: by their products.
+    Attributes:
+        seconds: gives the predicted seconds of each operation of a microbatch on the devices of a stage; None: products count.
         shares: what part of the work each stage is to do, of which the mean is 1; None: equal ones.
+    """
+
+    seconds: Callable[[Micro], Sequence[float]] | None = None
+    shares: Sequence[float] | None = None
+
+
+BY_PRODUCTS = Weights()
+
+
+def cut_of(micro: Micro, n_stages: int, weights: Weights = BY_PRODUCTS) -> Cut:
+    """The cut of a step into stages; deterministic.
 
     Raises:
         PipelineError: the forward pass has fewer operations with products than stages, or one of them has nearly all.
     """
     check_stages(n_stages)
-    cutter = _Cutter(micro, n_stages, None if seconds is None else np.asarray(seconds(micro)), shares)
+    cutter = _Cutter(micro, n_stages, None if weights.seconds is None else np.asarray(weights.seconds(micro)), weights.shares)
     cutter.check()
-    return cutter.cut() if seconds is None or n_stages == 1 else cutter.best()
+    return cutter.cut() if cutter.seconds is None or n_stages == 1 else cutter.best()
 
 
 def check_stages(n_stages: int) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -188,7 +187,6 @@ def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collect
     return float(usage(found.times.moments, np.where(own, found.held[:n], 0.0), found.born[:n], found.dies[:n]).max())
 
 
-@lru_cache(maxsize=4)  # each number of chunks is cut by the same
 def least_seconds(micro: Micro, devices: Cluster) -> tuple[float, ...]:
     """Per operation of a microbatch the seconds that it takes at least on some devices, without communication."""
     facts = program_facts(micro.graph, micro.rules, compiler_of(devices))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import jax
@@ -101,7 +100,6 @@ class Micro:
         return dict(zip(self.body.inputs[:n_consts], self.loop.operands[:n_consts], strict=True))
 
 
-@lru_cache(maxsize=2)  # searches of other stages and chunks, and questions about them, begin with the same step
 def micro_of(traced: Traced, n: int) -> Micro:
     """The step in ``n`` microbatches, with calls inlined.
 

@@ -2,6 +2,9 @@
 
 To the user one is a single array over the devices of all stages, whose dimension of layers, mostly the first, is split over them; to the
 programs of a stage it is an array of its rows, on the stage's devices. Both have the same buffers: nothing is copied from one to the other.
+
+Where each part of the devices has several chunks, their layers are no neighbours, but a device has one block of an array: between steps it
+has neighbouring rows. In each step the rows of chunks that are elsewhere are sent there, and the new ones back.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from autoshard.ir.pieces import rows_of
 from autoshard.lower import by_rows
-from autoshard.pipeline.sending import is_here, put
+from autoshard.pipeline.sending import Copies, absent, is_here, put, sending
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,3 +69,52 @@ def rows_of_stages(wanted: Sequence[NamedSharding], dim: int) -> RowsOfStages:
     """Where an array is whose parts along a dimension have these shardings on the stages: in the whole array all have the first's spec."""
     stages = tuple(NamedSharding(each.mesh, wanted[0].spec, memory_kind=each.memory_kind) for each in wanted)
     return RowsOfStages(by_rows(stages, dim), stages, tuple(wanted), dim)
+
+
+class RowsOfChunks:
+    """The same where each part of the devices has several chunks.
+
+    Attributes:
+        sharding: of the whole array.
+        blocks: where it is, each part's rows together.
+    """
+
+    def __init__(self, wanted: Sequence[NamedSharding], n_parts: int, dim: int, type_: Any, donated: bool):
+        """``wanted`` is per piece the sharding of its rows, which have a ``type_``; ``donated`` says that the array may be used up."""
+        self.chunks, self.dim, self.donated = len(wanted) // n_parts, dim, donated
+        own = [NamedSharding(each.mesh, wanted[0].spec) for each in wanted[:n_parts]]  # the first chunks are on all parts in order
+        self.blocks: RowsOfStages = rows_of_stages(own, dim)
+        self.sharding: NamedSharding = self.blocks.sharding
+        homes = [own[rows_of(piece, self.chunks)] for piece in range(len(wanted))]
+        pairs = list(zip(homes, wanted, strict=True))
+        self._there = Copies([sending(home, place, type_.shape, type_.dtype) for home, place in pairs])
+        self._back = Copies([sending(place, home, type_.shape, type_.dtype) for home, place in pairs])
+        shape = tuple(size * self.chunks if d == dim else size for d, size in enumerate(type_.shape))
+        self._absent = [None if is_here(each) else absent(shape, type_.dtype, each) for each in own]
+        self._split = [jax.jit(self._parts, out_shardings=[each] * self.chunks) for each in own]
+        self._join = [jax.jit(self._whole, out_shardings=each) for each in own]
+
+    def _parts(self, block: jax.Array) -> list[jax.Array]:
+        return jnp.split(block, self.chunks, self.dim)
+
+    def _whole(self, *rows: jax.Array) -> jax.Array:
+        return jnp.concatenate(rows, self.dim)
+
+    def apart(self, x: jax.Array) -> list[Any]:
+        """Each piece's rows of an array with the sharding of the whole; None for pieces of which this process has no devices."""
+        blocks = self.blocks.apart(x)
+        rows = [part for block, split in zip(blocks, self._split, strict=True) for part in self._rows(block, split)]
+        if self.donated:
+            for block in (*(block for block in blocks if block is not None), x):
+                block.delete()
+        return self._there(rows)
+
+    def _rows(self, block: Any, split: Any) -> list[Any]:
+        return [None] * self.chunks if block is None else split(block)
+
+    def together(self, rows: Sequence[jax.Array]) -> jax.Array:
+        """The whole array of each piece's rows."""
+        back = self._back(rows)
+        own = [back[first : first + self.chunks] for first in range(0, len(back), self.chunks)]
+        parts = zip(own, self._join, self._absent, strict=True)
+        return self.blocks.together([join(*each) if elsewhere is None else elsewhere for each, join, elsewhere in parts])

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autoshard.errors import PipelineError
 from autoshard.pipeline.call import Call, Send, Start
 from autoshard.pipeline.programs import Options, Outer, StagePlan, TaskProgram
-from autoshard.pipeline.rows import RowsOfStages, rows_of_stages
+from autoshard.pipeline.rows import RowsOfChunks, RowsOfStages, rows_of_stages
 from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.sending import Copies, Sending, absent, is_alone, is_here, put, sending, to_everyone
 from autoshard.pipeline.stages import Staged
@@ -65,7 +65,7 @@ class Pipelined:
         ]
         self._places = [self._place(k) for k in range(len(staged.argument_homes))]
         divided, aliases = staged.divided, dict(staged.traced.graph.aliases)
-        rows = {k: rows_of_stages([self._places[part] for part in divided.arguments[k]], dim) for k, dim in divided.argument_dims.items()}
+        rows = {k: self._rows(k, dim) for k, dim in divided.argument_dims.items()}
         self._rows_in, self.in_shardings = _of_step(divided.arguments, rows, self._places)
         self._arguments = [
             (piece, k, position, self._way_of(piece, k))
@@ -155,6 +155,14 @@ class Pipelined:
         if k in stage.arguments:
             return programs.argument_shardings[stage.arguments.index(k)]
         return NamedSharding(self.plans[home].mesh, PartitionSpec())
+
+    def _rows(self, k: int, dim: int) -> RowsOfStages | RowsOfChunks:
+        """Where an argument of the step is of which each piece has some rows."""
+        parts, step = self.staged.divided.arguments[k], self.staged.divided.traced.jaxpr.jaxpr
+        places = [self._places[part] for part in parts]
+        if self.schedule.n_chunks == 1:
+            return rows_of_stages(places, dim)
+        return RowsOfChunks(places, self.schedule.n_stages, dim, step.invars[parts[0]].aval, k in self.staged.traced.graph.donated)
 
     def _way_of(self, piece: int, k: int) -> Sending | None:
         """How a stage gets its argument ``k`` of the stage that has it; None where that is itself."""
@@ -249,8 +257,8 @@ def _check(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule) -> No
 
 
 def _of_step(
-    leaves: Sequence[Sequence[int]], rows: Mapping[int, RowsOfStages], places: Sequence[NamedSharding]
-) -> tuple[list[RowsOfStages | None], tuple[NamedSharding, ...]]:
+    leaves: Sequence[Sequence[int]], rows: Mapping[int, RowsOfStages | RowsOfChunks], places: Sequence[NamedSharding]
+) -> tuple[list[RowsOfStages | RowsOfChunks | None], tuple[NamedSharding, ...]]:
     """Per argument or result of a step its rows, None where it is whole; and its sharding, of the divided step's ``places``."""
     found = [rows.get(k) for k in range(len(leaves))]
     return found, tuple(places[parts[0]] if each is None else each.sharding for each, parts in zip(found, leaves, strict=True))

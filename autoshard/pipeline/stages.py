@@ -9,7 +9,7 @@ weights. So it is a program that can be searched like any step. The tasks of a s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from autoshard.ir import Op
 from autoshard.ir.rewrites import Microbatches, Offload
 from autoshard.ir.scan import num_consts
 from autoshard.pipeline.around import Around, around_of
-from autoshard.pipeline.cut import EVERYWHERE, Cut, Seconds, check_stages, cut_of
+from autoshard.pipeline.cut import BY_PRODUCTS, EVERYWHERE, Cut, Weights, check_stages, cut_of
 from autoshard.pipeline.layers import Divided, with_divided_layers
 from autoshard.pipeline.micro import Micro, Sum, micro_of
 from autoshard.pipeline.micro_ops import is_backward
@@ -90,10 +90,9 @@ def stages_of(
     traced: Traced,
     n_stages: int,
     n_microbatches: int,
-    cut: Cut | None = None,
+    cut: Cut | Weights = BY_PRODUCTS,
     rows: Collection[int] | None = None,
-    seconds: Seconds | None = None,
-    shares: Sequence[float] | None = None,
+    micro_of: Callable[[Traced, int], Micro] = micro_of,
 ) -> Staged:
     """The stages of a step: parts of about equal work, cut where few bytes go from one to the next.
 
@@ -101,11 +100,10 @@ def stages_of(
         traced: the whole step, not in microbatches.
         n_stages: how many stages; with several chunks a stage, of chunks in all.
         n_microbatches: how many microbatches the batch is divided into.
-        cut: the cut of an earlier call for the same step and numbers; None finds it.
+        cut: the cut of an earlier call for the same step and numbers, or what it is found by.
         rows: the flat arguments of which each stage has the rows of its own layers; None: all stacked ones of which each stage has equally
             many. The first rows are on the first stage, and so on.
-        seconds: predictions by which the cut is found (`autoshard.pipeline.cut.cut_of`).
-        shares: what part of the work each stage is to do, of which the mean is 1.
+        micro_of: gives the program of one microbatch (`autoshard.pipeline.micro.micro_of`).
 
     Raises:
         TraceError: the batch has no such microbatches.
@@ -114,16 +112,16 @@ def stages_of(
     check_stages(n_stages)
     divided = with_divided_layers(traced, n_stages, n_microbatches, rows)
     micro = micro_of(divided.traced, n_microbatches)
-    if cut is not None and (cut.n_stages != n_stages or len(cut.stages) != len(micro.body.ops)):
+    if isinstance(cut, Cut) and (cut.n_stages != n_stages or len(cut.stages) != len(micro.body.ops)):
         raise PipelineError(
             f"A cut has a stage for each operation of a microbatch: got one of {cut.n_stages} stages for {len(cut.stages)} operations, "
             f"and the step has {len(micro.body.ops)} and is asked for {n_stages}. Cut the step again."
         )
-    builder = _Builder(traced, divided, micro, cut_of(micro, n_stages, seconds, shares) if cut is None else cut)
+    builder = _Builder(traced, divided, micro, cut_of(micro, n_stages, cut) if isinstance(cut, Weights) else cut)
     elsewhere = builder.elsewhere() if rows is None else set()
     if elsewhere:  # layers are not divided equally, or several stages read them
         left = [k for k in divided.argument_dims if k not in elsewhere]
-        return stages_of(traced, n_stages, n_microbatches, None, left, seconds, shares)
+        return stages_of(traced, n_stages, n_microbatches, cut if isinstance(cut, Weights) else BY_PRODUCTS, left, micro_of)
     return builder.staged()
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from autoshard.errors import PipelineError
 from autoshard.ir import Mesh, shards
-from autoshard.ir.pieces import part_of
+from autoshard.ir.pieces import part_of, piece_of, rows_of
 from autoshard.pipeline.figures import StageFigures
 from autoshard.pipeline.schedule import Schedule, alive_bytes
 from autoshard.pipeline.scheduling import Workload, scheduled
@@ -23,13 +23,21 @@ ESTIMATING = 5_000  # tasks that are scheduled for the estimate of a number of c
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoundStage:
-    """A stage's strategy, its figures, what it sends in seconds, and whether its forward and backward task may be one program."""
+    """A stage's strategy.
+
+    Attributes:
+        figures: of its tasks.
+        send_seconds, send_back_seconds: of a microbatch's activations and gradients to other stages.
+        joins: whether its forward and backward task may be one program.
+        rows_seconds: of its rows of arrays by rows from another part of the devices, and of the new ones back.
+    """
 
     strategy: Plan
     figures: StageFigures
     send_seconds: float
     send_back_seconds: float
     joins: bool
+    rows_seconds: float = 0.0
 
     def costs(self, seconds: Mapping[str, float]) -> PieceCosts:
         """Of its tasks, which take so many seconds."""
@@ -87,9 +95,11 @@ class FoundPipeline:
         sends = tuple(max(each) for each in (work.sends, work.sends_back))
         n = len(pieces) - 1
         few = min(work.n_microbatches, 2 * self.n_parts + 2)
+        rows = [found.rows_seconds / parts for found in self.stages for _ in range(parts)]
+        moved = [sum(rows[piece] for piece in _moved(part, self.n_parts, chunks, placement)) for part in range(self.n_parts)]
         shares = replace(work, n_microbatches=few, pieces=pieces, placement=placement, sends=(sends[0],) * n, sends_back=(sends[1],) * n)
         try:
-            return scheduled(shares, self.name, ESTIMATING).makespan_seconds
+            return scheduled(shares, self.name, ESTIMATING).makespan_seconds + max(moved)
         except PipelineError:
             return math.inf
 
@@ -144,11 +154,25 @@ class FoundPipeline:
         work = self._work(tasks)
         ends = simulate(self.schedule, work.pieces, work.sends, work.sends_back).end_seconds
         if any(message.kind != "loop" for stage in self.staged.stages for message in stage.sends):
-            return max(ends) + self._after_seconds
-        after = [sum(found.figures.after_seconds for found in self.own(part)) for part in range(self.n_parts)]
-        return max(end + own for end, own in zip(ends, after, strict=True))
+            return max(ends) + max(self._once_seconds)
+        return max(end + own for end, own in zip(ends, self._once_seconds, strict=True))
+
+    def once_seconds(self, piece: int) -> float:
+        """What a piece does once a step: what comes around the loop, and transfers of rows that another part of the devices has."""
+        found, part = self.stages[piece], part_of(piece, self.n_parts, self.placement)
+        is_moved = piece in _moved(part, self.n_parts, len(self.stages) // self.n_parts, self.placement)
+        return found.figures.after_seconds + is_moved * found.rows_seconds
 
     @property
-    def _after_seconds(self) -> float:
-        """What runs once a step, on the part of the devices with most of it, where stages need each other's results."""
-        return max(sum(found.figures.after_seconds for found in self.own(part)) for part in range(self.n_parts))
+    def _once_seconds(self) -> list[float]:
+        """The same of each part of the devices."""
+        found = [0.0] * self.n_parts
+        for piece in range(len(self.stages)):
+            found[part_of(piece, self.n_parts, self.placement)] += self.once_seconds(piece)
+        return found
+
+
+def _moved(part: int, n_parts: int, chunks: int, placement: str) -> list[int]:
+    """The pieces on a part of the devices of whose layers another one has the rows between steps."""
+    own = (piece_of(part, chunk, n_parts, placement) for chunk in range(chunks))
+    return [piece for piece in own if rows_of(piece, chunks) != part]

@@ -131,7 +131,7 @@ def _left_whole(staged: Staged) -> Iterator[str]:
     if staged.divided.whole:
         yield (
             "each stage has the rows of its own layers of an array stacked along scanned layers where all stages have equally many of "
-            "them and each part of the devices has one stage; whole on one stage, which sends the others theirs in every step: "
+            "them; whole on one stage, which sends the others theirs in every step: "
             f"{some([staged.traced.graph.argument_paths[k] for k in staged.divided.whole])}"
         )
 
@@ -160,19 +160,19 @@ def _place(plan: FoundPipeline, kind: str, leaf: int) -> int:
 def _stage_records(plan: FoundPipeline) -> tuple[StageRecord, ...]:
     """The records of all stages, each with its peak under the plan's schedule."""
     return tuple(
-        _stage_record(found, found.figures.peak_bytes(n, found.joins))
-        for found, n in zip(plan.stages, pieces_in_flight(plan.schedule), strict=True)
+        _stage_record(found, plan.once_seconds(piece), found.figures.peak_bytes(n, found.joins))
+        for piece, (found, n) in enumerate(zip(plan.stages, pieces_in_flight(plan.schedule), strict=True))
     )
 
 
-def _stage_record(found: FoundStage, peak_bytes: float) -> StageRecord:
+def _stage_record(found: FoundStage, once_seconds: float, peak_bytes: float) -> StageRecord:
     seconds = found.figures.seconds
     return StageRecord(
         record=found.strategy.record,
         forward_seconds=seconds.get("F", 0.0),
         backward_seconds=seconds.get("B", 0.0),
         weights_seconds=seconds.get("W", 0.0),
-        after_seconds=found.figures.after_seconds,
+        after_seconds=once_seconds,
         send_seconds=found.send_seconds,
         send_back_seconds=found.send_back_seconds,
         residual_bytes=found.figures.residual_bytes,

@@ -17,9 +17,9 @@ from typing import Any
 from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, OutOfTime, PipelineError, SearchLimitError, TraceError
 from autoshard.ir import Layout, Mesh
-from autoshard.microbatch import Pass, divisors, passes_of
-from autoshard.pipeline.figures import least_seconds
-from autoshard.pipeline.stages import stages_of, with_state_on_hosts
+from autoshard.microbatch import Pass, divisors
+from autoshard.pipeline.cuts import Cuts
+from autoshard.pipeline.stages import Staged, with_state_on_hosts
 from autoshard.plan.found_pipelines import FoundPipeline
 from autoshard.plan.microbatching import found_with_each
 from autoshard.plan.pipeline_record import record_of
@@ -58,15 +58,13 @@ def pipelined(
         SearchLimitError: the time was over before any pipeline was found.
     """
 
-    by_number: dict[int, tuple[Pass, ...]] = {}
-
     def planned(n: int, n_left: int, progress: Progress) -> FoundPipeline:
-        passes = by_number[n] = passes_of(traced, n)
-        *earlier, last = passes
-        of_one = partial(_planned, cluster=cluster, search=search, n=n, n_left=n_left * len(passes))
+        cuts = asked.cuts_of(traced, n)
+        *earlier, last = cuts.passes
+        of_one = partial(_planned, cuts=cuts, cluster=cluster, search=search, n_left=n_left * len(cuts.passes))
         if not earlier:
             return of_one(last, asked, progress=progress)
-        share = 1 / len(passes)
+        share = 1 / len(cuts.passes)
         found = of_one(last, asked, progress=part(progress, 0.0, share))
         mesh = None if cluster.parts else found.mesh  # unequal parts have meshes of their own
         return replace(found, earlier=tuple(_of_passes(of_one, earlier, found, asked, mesh, part(progress, share, 1 - share))))
@@ -77,7 +75,7 @@ def pipelined(
     found = sorted(found_with_each(numbers, planned, progress, (*asked.ends, OutOfTime)), key=lambda plan: plan.makespan_seconds)
     return [
         Plan(
-            record_of(traced, by_number[each.staged.n_microbatches], cluster, asked, each, searcher, spent),
+            record_of(traced, asked.cuts_of(traced, each.staged.n_microbatches).passes, cluster, asked, each, searcher, spent),
             traced,
             passes=tuple(tuple(stage.strategy for stage in own.stages) for own in each.passes),
         )
@@ -89,21 +87,20 @@ def _planned(
     own: Pass,
     asked: Pipeline,
     *,
+    cuts: Cuts,
     cluster: Cluster,
     search: StageSearch,
-    n: int,
     n_left: int,
     progress: Progress,
     layouts: Mapping[str, Layout] | None = None,
 ) -> FoundPipeline:
     """The pipeline of one pass; ``layouts`` are those of arrays by their names, of other passes."""
     parts = cluster.stage_parts(asked.n_parts)
-    seconds = partial(least_seconds, devices=parts[0])
     hosted = [place for place, k in enumerate(own.operands) if k in asked.hosted]
 
     def with_chunks(chunks: int, placement: str, progress: Progress, shares: Sequence[float] | None = None) -> FoundPipeline:
-        rows = () if chunks > 1 or cluster.parts else None  # the chunks of a part have rows that are no neighbours
-        staged = stages_of(own.traced, asked.n_parts * chunks, n, rows=rows, seconds=seconds, shares=shares)
+        rows = () if cluster.parts or (chunks > 1 and hosted) else None  # rows on hosts are not sent
+        staged = cuts.stages(own, asked.n_parts * chunks, parts[0], rows, shares)
         on_hosts, rest = with_state_on_hosts(staged, hosted), (placement, cluster, asked, search, progress, n_left, layouts)
         if asked.hosted_by_stage and not staged.divided.argument_dims:  # rows of one array are all on hosts, or none
             return Planner(staged, *rest, on_hosts).best()
@@ -145,16 +142,14 @@ def _on_unequal_parts(search: Callable[..., FoundPipeline], parts: Sequence[Clus
 
 
 def _of_chunks(search: Callable[[int, str, Progress], FoundPipeline], asked: Pipeline, progress: Progress) -> FoundPipeline:
-    """The fastest plan of the numbers of chunks that may be had: the least number is searched, and by its costs the most promising one.
-
-    Weights of scanned layers are by rows on their stages with one chunk alone, so that there is no other number where there are some.
-    """
+    """The fastest plan of the numbers of chunks that may be had: the least number is searched, and by its costs the most promising one."""
     (chunks, placement), *others = asked.layouts
     first = search(chunks, placement, part(progress, 0.0, 0.5 if others else 1.0))
-    if not others or first.staged.divided.argument_dims:
+    others = [layout for layout in others if layout[0] % chunks == 0 and _has_rows(first.staged, layout[0] * asked.n_parts)]
+    if not others:
         return first
     best, least = None, first.of_few(chunks, placement)
-    for _, layouts in groupby((layout for layout in others if layout[0] % chunks == 0), key=lambda layout: layout[0]):
+    for _, layouts in groupby(others, key=lambda layout: layout[0]):
         seconds, layout = min((first.of_few(*layout), layout) for layout in layouts)
         if seconds > least - CHUNK_GAIN * first.makespan_seconds:
             break  # more chunks have ever less to gain
@@ -166,6 +161,12 @@ def _of_chunks(search: Callable[[int, str, Progress], FoundPipeline], asked: Pip
     except (InfeasibleError, PipelineError, SearchLimitError):
         return first
     return second if second.makespan_seconds <= (1 - CHUNK_GAIN) * first.makespan_seconds else first
+
+
+def _has_rows(staged: Staged, n_pieces: int) -> bool:
+    """Whether the arrays of which stages have the rows of their own layers are also by rows in so many pieces."""
+    graph = staged.traced.graph
+    return not any(graph.values[graph.arguments[k]].shape[dim] % n_pieces for k, dim in staged.divided.argument_dims.items())
 
 
 def numbers_of_microbatches(traced: Traced, n_stages: int, given: int | None) -> list[int]:

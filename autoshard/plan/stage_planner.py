@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from autoshard.cluster import Cluster
@@ -15,6 +15,7 @@ from autoshard.ir.pieces import part_of
 from autoshard.judge.evaluate import evaluate
 from autoshard.judge.model import CostModel
 from autoshard.lower import STAGE_AXIS
+from autoshard.pipeline.cuts import Cuts
 from autoshard.pipeline.figures import stage_figures
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.schedule import pieces_in_flight
@@ -27,6 +28,7 @@ from autoshard.problem import Problem
 from autoshard.progress import Progress, part
 from autoshard.render import format_bytes
 from autoshard.rules import rules_of
+from autoshard.trace import Traced
 
 CHUNKS = {"interleaved": (2, 3, 4), "auto": (1, 2, 3, 4, 6, 8, 12)}  # of each part of the devices, that are compared; 1 for other schedules
 TRIES = 3  # searches of a stage with less and less memory
@@ -58,6 +60,7 @@ class Pipeline:
         start: an earlier strategy, whose number of microbatches and mesh are tried too; None: there is none.
         hosted: the argument leaves that are in the memory of hosts between steps.
         hosted_by_stage: whether only those of stages that do not fit otherwise are.
+        cuts: those of programs in so many microbatches, as far as they are known; what is made is added.
     """
 
     n_parts: int
@@ -70,6 +73,13 @@ class Pipeline:
     hosted: tuple[int, ...] = ()
     hosted_by_stage: bool = False
     chunks: int | None = None
+    cuts: dict[tuple[Traced, int], Cuts] = field(default_factory=dict)
+
+    def cuts_of(self, traced: Traced, n: int) -> Cuts:
+        """The cuts of a program in so many microbatches."""
+        if (traced, n) not in self.cuts:
+            self.cuts[traced, n] = Cuts(traced, n)
+        return self.cuts[traced, n]
 
     @property
     def layouts(self) -> list[tuple[int, str]]:
@@ -196,7 +206,7 @@ class Planner:
             peak = figures.peak_bytes(in_flight, joins)
             if peak <= share:
                 sent = self._sent(stage, record.mesh, judgement.assignment.layout)
-                return FoundStage(strategy, figures, *sent, joins)
+                return FoundStage(strategy, figures, *sent, joins, self._rows_seconds(stage, record.mesh, judgement.assignment.layout))
             smallest = min(smallest, peak)
             limit = 0.999 * limit - (peak - share)  # arrays of other microbatches take the rest
             if limit <= 0:
@@ -227,6 +237,18 @@ class Planner:
                 forward, backward = (forward, backward + nbytes) if message.backward else (forward + nbytes, backward)
         seconds = self.between.seconds
         return seconds("collective_permute", forward, (0,)), seconds("collective_permute", backward, (0,))
+
+    def _rows_seconds(self, stage: Stage, mesh: Mesh, layout: Callable[[int], Any]) -> float:
+        """Seconds in which a stage is sent its rows of arrays by rows from another part of the devices, and sends the new ones back."""
+        graph, divided = stage.traced.graph, self.staged.divided
+        new = {part for k in divided.result_dims for part in divided.results[k]}
+        results = [value for k, value in zip(stage.results, graph.results, strict=False) if k in new]
+
+        def seconds(values: Iterable[int]) -> float:
+            nbytes = sum(graph.values[value].nbytes / shards(layout(value), mesh.sizes) for value in values)
+            return self.between.seconds("collective_permute", nbytes, (0,)) if nbytes else 0.0
+
+        return seconds(_row_values(self.staged, stage)) + seconds(results)
 
 
 def _message_values(stage: Stage) -> dict[int, tuple]:

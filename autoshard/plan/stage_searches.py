@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from autoshard.ir import Assignment, Layout, Mesh
 from autoshard.ir.remat import Remat
 from autoshard.ir.rewrites import Recompute
 from autoshard.mesh_search.anytime import timed
+from autoshard.pipeline.cuts import Cuts
 from autoshard.pipeline.stages import Stage
 from autoshard.plan.confirm import noted
 from autoshard.plan.found_pipelines import USUAL
@@ -65,6 +66,7 @@ class Call:
         recomputed: the recomputation that is tried first; None: none is.
         hosts: whether stages that do not fit otherwise have their optimizer state on hosts before others are recomputed.
         earlier: the pins of an earlier search, whose arguments' shardings are kept; None: those that arguments have.
+        cuts: as in `Pipeline`.
     """
 
     fn: Callable[..., Any]
@@ -74,6 +76,7 @@ class Call:
     recomputed: Remat | None = None
     hosts: bool = False
     earlier: UserPins | None = None
+    cuts: dict[tuple[Traced, int], Cuts] = field(default_factory=dict)
 
     @property
     def cluster(self) -> Cluster:
@@ -193,7 +196,7 @@ class _StageSearches:
         """The best within a limit, with some argument leaves in the memory of hosts: all of them, or of stages that do not fit without."""
         asked = self.request
         schedule, ends = asked.schedule or USUAL, asked.ends
-        rest = self.given, limit, ends, asked.start, hosted, by_stage, asked.chunks
+        rest = self.given, limit, ends, asked.start, hosted, by_stage, asked.chunks, self.call.cuts
         pipeline = Pipeline(self.n_stages, schedule, self.call.number, *rest)
 
         def attempt(again: Remat | None) -> list[Plan]:
@@ -268,7 +271,9 @@ class _StageSearches:
         record, own = strategy.record, strategy._traced
         if self.request.memory_limit_bytes is not None:
             record = replace(record, stats={**record.stats, "memory_limit_bytes": self.request.memory_limit_bytes})
-        known = Searched(self.facts) if own is self.traced else None
+        known = None
+        if own is self.traced:
+            known = Searched(self.facts, cuts=self.call.cuts.get((own, record.program.microbatches)))
         return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.passes)
 
 

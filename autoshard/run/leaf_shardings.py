@@ -51,5 +51,5 @@ def leaf_shardings(record: Record, devices: Sequence[Any] | None = None) -> list
 
 def stage_shardings(tensors: Sequence[TensorRecord], places: Sequence[int], meshes: Sequence[jax.sharding.Mesh]) -> list[NamedSharding]:
     """The shardings of leaves of a pipeline, each on the mesh of its stage, or of all stages where each has some rows."""
-    by_place = dict(enumerate(meshes)) | ({BY_ROWS: mesh_of_stages(meshes)} if BY_ROWS in places else {})
+    by_place = dict(enumerate(meshes)) | ({BY_ROWS: mesh_of_stages(list(dict.fromkeys(meshes)))} if BY_ROWS in places else {})
     return [NamedSharding(by_place[place], PartitionSpec(*tensor.spec)) for tensor, place in zip(tensors, places, strict=True)]

@@ -46,8 +46,7 @@ def decode_pipeline(node: Node, n_arguments: int, n_results: int, n_devices: int
         raise part["stages"].error(f"two stages or more, {chunks} on each part of the devices, that have all {n_devices} among them")
 
     def numbers(name: str, length: int) -> tuple[int, ...]:
-        least = BY_ROWS if chunks == 1 else 0
-        return tuple(child.integer(least, len(stages) - 1) for child in part[name].items(length))
+        return tuple(child.integer(BY_ROWS, len(stages) - 1) for child in part[name].items(length))
 
     return PipelineRecord(
         schedule=part["schedule"].text(),

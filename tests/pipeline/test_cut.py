@@ -11,7 +11,7 @@ import pytest
 
 from autoshard.cluster import Cluster
 from autoshard.errors import PipelineError
-from autoshard.pipeline.cut import _Cutter, busy_seconds
+from autoshard.pipeline.cut import Weights, _Cutter, busy_seconds
 from autoshard.pipeline.figures import least_seconds
 from autoshard.pipeline.stages import stages_of
 from autoshard.trace import trace
@@ -99,7 +99,7 @@ CASES = [((1024, 16, 16), 16, 2), ((2048, 64), 16, 2), pytest.param((64, 64), 51
 def test_the_busiest_stage_is_near_the_best_of_all_cuts(widths, vocabulary, n_stages):
     """By predicted seconds, elementwise operations and the backward pass included: within 5 % of the least."""
     seconds = functools.partial(least_seconds, devices=Cluster.of("v5e:1x1"))
-    staged = stages_of(uneven(widths, vocabulary), n_stages, 2, seconds=seconds)
+    staged = stages_of(uneven(widths, vocabulary), n_stages, 2, Weights(seconds))
     own = seconds(staged.micro)
     found = busy_seconds(staged.cut, own).max()
     least = min(busy_seconds(cut, own).max() for cut in every_cut(staged.micro, n_stages))

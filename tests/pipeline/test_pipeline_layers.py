@@ -79,6 +79,20 @@ def test_stages_may_split_rows_otherwise_than_each_other():
     assert all(rows.latest for rows in run._rows_in if rows)  # the next call takes the new rows as they are
 
 
+@pytest.mark.parametrize("schedule", ["auto", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_rows_are_sent_to_the_chunks_of_their_layers(schedule):
+    """Between steps each part of the devices has neighbouring rows, whatever its chunks; the results are those of one device."""
+    fn, args = scanned()
+    run = pipelined(fn, args, 2, 4, schedule, n_chunks=2, donated=(0,))
+    staged, results = run.staged, compared(run, args)
+    assert len(staged.divided.argument_dims) == 6
+    for k in staged.divided.argument_dims:
+        assert [staged.argument_homes[part] for part in staged.divided.arguments[k]] == [0, 1, 2, 3]
+        assert run.in_shardings[k].spec[0] == "stage"
+    for result, argument in staged.traced.graph.aliases:
+        assert run.in_shardings[argument] == run.out_shardings[result] == results[result].sharding
+
+
 def factored(params):
     """A step with optimizer state of fewer dimensions than the weights; layers are the second dimension of one of them."""
     optimizer = optax.adafactor(1e-2, min_dim_size_to_factor=8)
