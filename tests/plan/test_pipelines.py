@@ -150,11 +150,11 @@ def test_gathers_before_the_loop_are_as_narrow_on_tpus_as_predicted():
 STACKED = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
 
 
-def stacked_init(key):
+def stacked_init(key, layers=LAYERS):
     up, down = jax.random.split(key)
     layers = {
-        "up": jax.random.normal(up, (LAYERS, WIDTH, HIDDEN)) / 4,
-        "down": jax.random.normal(down, (HIDDEN, LAYERS, WIDTH)) / 6,
+        "up": jax.random.normal(up, (layers, WIDTH, HIDDEN)) / 4,
+        "down": jax.random.normal(down, (HIDDEN, layers, WIDTH)) / 6,
         "gain": jnp.ones(WIDTH),
     }
     return {"params": layers, "optimizer": STACKED.init(layers)}
@@ -173,20 +173,22 @@ def scanned_step(state, batch):
     return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, value
 
 
-def scanned(**options):
-    state, batch = stacked_init(jax.random.key(0)), example()[1]
+def scanned(layers=LAYERS, **options):
+    state, batch = stacked_init(jax.random.key(0), layers), example()[1]
     given = {"cluster": "cpu:8", "stages": 2, "microbatches": 4, "donate_argnums": 0} | options
     return autoshard.search(scanned_step, state, batch, **given)
 
 
 @pytest.mark.slow
-def test_stages_have_the_rows_of_their_own_layers(tmp_path):
+@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+def test_stages_have_the_rows_of_their_own_layers(tmp_path, schedule, chunks):
     """Weights, and optimizer state with them, are split over the stages from `init` on; losses and state are those of one device, and so
-    is what a saved strategy computes and a checkpoint restores, also under a strategy without stages.
+    is what a saved strategy computes and a checkpoint restores, also under a strategy without stages. So it is with several chunks.
     """
     spec = jax.sharding.PartitionSpec
     pins = {"*['up']": spec(None, None, "model"), "*['down']": spec("model", None, None)}  # they hold on every stage
-    strategy = scanned(mesh={"data": 2, "model": 2}, pins=pins)
+    strategy = scanned(mesh={"data": 2, "model": 2}, pins=pins, schedule=schedule)
+    assert strategy.record.pipeline.chunks == chunks
     specs = strategy.in_specs[0]
     strategy.save(tmp_path / "s.json")
     strategy = autoshard.load(tmp_path / "s.json")
@@ -218,8 +220,8 @@ def test_stages_have_the_rows_of_their_own_layers(tmp_path):
 
 @pytest.mark.slow
 def test_a_note_says_which_stacked_arrays_stay_whole():
-    """Where a part of the devices has two stages, which are no neighbours: one stage has the array."""
-    strategy = scanned(schedule="interleaved", mesh={"data": 4}, searcher="data_parallel")
+    """Where stages have unequal numbers of layers: one of them has the array."""
+    strategy = scanned(layers=3, mesh={"data": 4}, searcher="data_parallel")
     assert autoshard.strategy.BY_ROWS not in strategy.record.pipeline.argument_stages
     assert any("stacked along scanned layers" in note and "['up']" in note for note in strategy.notes)
 
