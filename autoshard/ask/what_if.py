@@ -42,6 +42,7 @@ from autoshard.plan.user_pins import Asked, Pins, UserPins, user_pins
 from autoshard.problem import Problem
 from autoshard.progress import silent
 from autoshard.render import format_bytes
+from autoshard.run.collecting import rarely_collecting
 from autoshard.run.recorded import Call
 from autoshard.run.step import plain
 from autoshard.search import Searcher, Solution, batch_dims
@@ -51,6 +52,7 @@ from autoshard.trace import SplitModules, Traced, held, outside_mesh
 AGAIN = "searched again"
 
 
+@rarely_collecting()
 @outside_mesh(keep_auto=True)
 def what_if(
     strategy: Plan,

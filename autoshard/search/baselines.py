@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from autoshard.analysis.values import accumulators
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Graph, Layout, Op, divides, local_shape, shards
+from autoshard.ir import Assignment, Graph, Layout, Op, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
 from autoshard.primitives import is_loop, is_matrix, is_transform, primitive
 from autoshard.problem import NO_HINTS, Hints, Problem
@@ -219,12 +219,12 @@ def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement | None]:
     fastest = problem.cached_for_all_meshes(_fastest_batches)
     if (number := fastest.get(parts)) is not None:
         return _propagated(problem, [*chain(*batches), {}][number]).found(), None
-    enough, number = problem.cached(_enough_flops), 0
+    enough, number, known = problem.cached(_enough_flops), 0, list[tuple[Assignment, Judgement]]()
     best: tuple[int, Propagation, Judgement] | None = None
     for some in batches:
         runs = [(number + k, _propagated(problem, batch)) for k, batch in enumerate(some)]
         number += len(some)
-        judged = [(k, run, problem.evaluate(run.assignment())) for k, run in runs]
+        judged = [(k, run, _judged_once(problem, run.assignment(), known)) for k, run in runs]
         found = [*([best] if best else []), *judged]
         best = min(found, key=lambda one: (one[2].cost.flops > enough, one[2].cost.objective_seconds), default=None)
         if best is not None and best[2].cost.flops <= enough:
@@ -234,6 +234,16 @@ def _split_batch(problem: Problem) -> tuple[dict[str, Any], Judgement | None]:
         best = number, whole, problem.evaluate(whole.assignment())
     fastest[parts] = best[0]
     return best[1].found(), best[2]
+
+
+def _judged_once(problem: Problem, assignment: Assignment, known: list[tuple[Assignment, Judgement]]) -> Judgement:
+    """The judgement of an assignment, which may be that of another batch: what a stage receives is often split together."""
+    choices, layouts = assignment.choices, assignment.layouts
+    found = next((judgement for own, judgement in known if own.choices == choices and own.layouts == layouts), None)
+    if found is None:
+        found = problem.evaluate(assignment)
+        known.append((assignment, found))
+    return found
 
 
 def _fastest_batches(problem: Problem) -> dict[tuple, int]:
