@@ -64,6 +64,7 @@ class Compiler(ABC):
         lacks: per collective, an all_reduce by its operator, the element types for which it has none.
         drops_nan: the element types of which the largest or least of several devices' is a number, although one of them has NaN.
         fused_attention: JAX's fused attention kernel for it, by its name in `autoshard.rewrite.attention_kernels`; "" where there is none.
+        deepest_update: of how many rows it computes new state in the kernel of a gradient's product without making that slower.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
         options: with which every sharded step is compiled.
     """
@@ -84,6 +85,7 @@ class Compiler(ABC):
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     fused_attention: ClassVar[str] = ""
     drops_nan: ClassVar[tuple[str, ...]] = ()
+    deepest_update: ClassVar[float] = math.inf
     bucket_limits: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[Mapping[str, str]] = {}
 

@@ -11,6 +11,7 @@ inlined where it has the same mesh; otherwise there is no manual lowering (`obst
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
+from autoshard.analysis.updates import deep_updates
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.cost.narrow_sums import Crossing, is_narrow
 from autoshard.cost.prefetch import Prefetch, prefetches
@@ -96,6 +98,7 @@ def manual_program(
     reshard_path: ReshardPath,
     copies: jax.sharding.Mesh | None = None,
     narrow: Mapping[str, Crossing] | None = None,
+    deepest: float = math.inf,
 ) -> Callable[..., list[Any]]:
     """The function of ``jaxpr``, from flat arguments to flat results, sharded by the assignment.
 
@@ -106,6 +109,7 @@ def manual_program(
         copies: the mesh with one more axis, the first, each index of which runs a copy of the program on arguments of its own: arguments
             and results have one more dimension, the first, split over it.
         narrow: the mesh axes along which sums cross levels in a narrow type.
+        deepest: of more rows than that a product is stored before it updates state (`Compiler.deepest_update`).
 
     Raises:
         ShardingError: there is an `obstacle`.
@@ -117,7 +121,7 @@ def manual_program(
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
     free, holders = tuple(free_values(graph)), holder_values(graph)
     plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
-    plan = replace(plan, narrow=narrow or {})
+    plan = replace(plan, narrow=narrow or {}, apart=deep_updates(graph, rules, assignment, readers, deepest))
     plan = replace(plan, late=late.values | _late_transposes(plan))
     leaving = result_layouts(graph, assignment)
 
@@ -199,6 +203,7 @@ class _Plan(Plan):
         loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
         windows: the windowed products, by op index.
         narrow: the mesh axes along which sums cross levels in a narrow type.
+        apart: the gradients that are stored before state is updated, so that XLA does not fuse both.
     """
 
     graph: Graph
@@ -207,6 +212,7 @@ class _Plan(Plan):
     loops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     windows: Mapping[int, Window] = field(default_factory=dict)
     narrow: Mapping[str, Crossing] = field(default_factory=dict)
+    apart: frozenset[int] = frozenset()
 
     @property
     def whole(self) -> Layout:
@@ -421,7 +427,7 @@ class _Region(Interpreter):
             step = Step(kind, axes, before, after, 0.0, 0.0)
             x = plan.combined(x, operator, axes, step if kind == "reduce_scatter" else None)
             at = after
-        if moves:  # otherwise XLA may combine a sum of it instead, or widen it before combining
+        if moves or value in plan.apart:  # otherwise XLA may combine a sum of it instead, or widen it before combining
             x = lax.optimization_barrier(x)
         return plan.resharded(x, value, at, plan.layout(value))
 

@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 
 from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.cluster.catalogue import Entry
-from autoshard.compilers import TARGETS
+from autoshard.compilers import TARGETS, compiler_of
 from autoshard.cost.narrow_sums import crossings
 from autoshard.errors import StrategyError, TraceError
 from autoshard.ir import Graph, Rule
@@ -302,13 +302,15 @@ class Step(Sharded):
         constraints = functools.partial(constrained, *program, differentiable=differentiable and not as_written)
         acts = any(op.equation is not None and op.equation.effects for op in graph.walk())
         by_constraints = self._lowering == "constraints" or obstacle(graph, mesh) is not None or (differentiable and acts)
-        narrow = crossings(Cluster.from_dict(self._record.cluster).links(self._record.mesh), self._record.mesh.names)
+        cluster = Cluster.from_dict(self._record.cluster)
+        narrow = crossings(cluster.links(self._record.mesh), self._record.mesh.names)
         if narrow and by_constraints:
             raise StrategyError(
                 "sums in a narrow type are part of the manual lowering, and this step is lowered by sharding constraints, for which XLA "
                 "makes the sums. Search without slow_reduction, or leave out lowering='constraints'."
             )
-        found = constraints() if by_constraints else manual_program(*program, narrow=narrow)
+        deepest = compiler_of(cluster).deepest_update
+        found = constraints() if by_constraints else manual_program(*program, narrow=narrow, deepest=deepest)
         if as_written and before is not None:  # its loops of further rounds have no derivatives
             return derived_from(found, lambda: jaxpr_as_fun(before.jaxpr))
         return derived_from(found, constraints) if differentiable and not by_constraints else found

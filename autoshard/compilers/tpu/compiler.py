@@ -75,6 +75,11 @@ FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
 # evidence: blocks of grouped products
 GROUPED_BLOCKS = {"v5e": (True, 128, 256), "v6e": (True, 128, 256), "v5p": (False, 8, 128)}
 
+# If no collective combines a gradient, the kernel of its product computes the new state, too: blocks of the state take the core's memory
+# from those of the operands, which are then read more often. Of up to so many rows that is faster than two kernels; of twice as many it
+# takes up to twice as long, and where it does not, the second kernel costs an eighth more at most. evidence: updates by deep products
+DEEPEST_UPDATE = 16_384
+
 # What a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off.
 # evidence: memory traffic hides work
 HIDES = 1.75
@@ -96,6 +101,7 @@ class XlaTpu(Compiler):
     unfused_bytes: ClassVar[int] = UNFUSED_BYTES
     memory_goal: ClassVar[float] = GOAL
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = LACKS
+    deepest_update: ClassVar[float] = DEEPEST_UPDATE
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property

@@ -16,7 +16,8 @@ compiled one by one, and a residual network's 204):
 - A convolution whose kernel is larger than its image, as the gradient of a transposed one by its kernel is, exchanges the two: the
   larger is reversed by an op that is fused with nothing (32 x 128 x 128 x 64 bfloat16: 2,021,472 cycles, features padded to 128).
 - In programs with convolutions kernels move the padding of tiles, too.
-- New state is computed by a kernel without products: its gradient is written, and read with the old state.
+- New state is computed by a kernel without products: its gradient is written, and read with the old state. Where no collective combines
+  the gradient, the product's kernel would compute it; that is as fast for few rows, and for many it is kept apart (`deepest_update`).
 - An operand of which shards send each other parts is computed by a kernel of its own, and not by the product that reads it: activations
   that convolutions with sharded pixels read, and their gradients (a U-Net's 17 such kernels, 8 to 10 bytes an element of bfloat16).
 - A kernel takes along other ops on its operands and results, if all their operands were there when it began: the moments of an optimizer,
