@@ -76,9 +76,9 @@ FAST_MEMORY_BYTES = {"v5e": 112 * 2**20, "v6e": 96 * 2**20, "v5p": 48 * 2**20}
 GROUPED_BLOCKS = {"v5e": (True, 128, 256), "v6e": (True, 128, 256), "v5p": (False, 8, 128)}
 
 # If no collective combines a gradient, the kernel of its product computes the new state, too: blocks of the state take the core's memory
-# from those of the operands, which are then read more often. Of up to so many rows that is faster than two kernels; of twice as many it
-# takes up to twice as long, and where it does not, the second kernel costs an eighth more at most. evidence: updates by deep products
-DEEPEST_UPDATE = 16_384
+# from those of the operands, which are then read, or computed, more often. Of twice as many rows as this that takes up to 1.9 times as long
+# as two kernels, and seldom less; of as many it depends on the sizes (0.8 to 1.7). evidence: updates by deep products
+DEEPEST_UPDATE = 8192
 
 # What a kernel moves beside the value hides work: where it moves as much, limits are 1.5 to 2.3 times as far off.
 # evidence: memory traffic hides work
