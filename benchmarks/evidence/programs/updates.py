@@ -53,6 +53,7 @@ for title, update, gradient, rows, m, n in (
     ("Adam of a product", adam, outer, 16384, 2048, 4096),
     ("Adam of a product", adam, outer, 32768, 2048, 4096),
     ("Adam of a head's softmax", adam, of_logits, 32768, 1024, 4096),
+    ("Adam behind an activation", adam, of_activation, 4096, 2048, 8192),
     ("Adam behind an activation", adam, of_activation, 8192, 2048, 8192),
     ("Adam behind an activation", adam, of_activation, 16384, 2048, 4096),
     ("momentum behind an activation", momentum, of_activation, 8192, 1024, 4096),
