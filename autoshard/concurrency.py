@@ -32,8 +32,12 @@ _NUMBER = 4  # bytes of a task's number
 _before: list[float] = []  # in a copy, which makes no copies of its own, what `thread_seconds` was when it was made
 
 
-def cores() -> int:
-    """The number of cores that this process may use, of which memory is left for a copy of it on each."""
+def cores(nbytes: int | None = None) -> int:
+    """The number of cores that this process may use, of which memory is left for a process of so many bytes on each.
+
+    Args:
+        nbytes: None: processes are copies of this one, which is the first of them.
+    """
     if not sys.platform.startswith("linux") or _before:
         return 1
     allowed = len(os.sched_getaffinity(0))
@@ -41,7 +45,7 @@ def cores() -> int:
         with open("/proc/meminfo") as known, open("/proc/self/statm") as own:
             available = next(int(line.split()[1]) * 1024 for line in known if line.startswith("MemAvailable"))
             resident = int(own.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        allowed = min(allowed, 1 + available // max(resident, 1))
+        allowed = min(allowed, available // nbytes if nbytes else 1 + available // max(resident, 1))
     return max(allowed, 1)
 
 

@@ -11,7 +11,6 @@ import jax
 from jax.core import Tracer
 
 from autoshard.ask.strategy import Strategy
-from autoshard.ask.verification import peak_bytes_of
 from autoshard.errors import InfeasibleError
 from autoshard.plan.confirm import noted
 from autoshard.plan.prepared import within_less
@@ -20,7 +19,7 @@ from autoshard.plan.searching import answered
 from autoshard.progress import Progress
 from autoshard.render import format_bytes
 from autoshard.run.step import Step
-from autoshard.verify import refused_bytes
+from autoshard.verify import peak_bytes_of, refused_bytes
 
 # Of the memory limit: what is predicted to need less is not asked for its memory before it runs; few compiled peaks are twice the predicted
 # one (docs/predictions.md).
@@ -47,10 +46,9 @@ def refusal(strategy: Strategy, step: Step, args: tuple[Any, ...]) -> Refused | 
     if record.pipeline is not None or record.cost.peak_bytes <= LOOKED_AT * limit:
         return None
     try:
-        memory = step.lower(*args).compile().memory_analysis()
+        needed = peak_bytes_of(step.lower(*args).compile())
     except jax.errors.JaxRuntimeError as error:
         return exhausted(error)
-    needed = None if memory is None else float(peak_bytes_of(memory))
     return None if needed is None or needed <= limit else Refused(needed, limit)
 
 

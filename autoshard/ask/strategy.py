@@ -86,18 +86,8 @@ class Strategy(Answer):
             TraceError: the step cannot be computed with a batch of that size, or in so many microbatches.
             InfeasibleError: nothing fits the memory; says what was not tried.
         """
-        words, after = what_if(
-            self,
-            pins=pins,
-            cluster=cluster,
-            mesh=mesh,
-            batch=batch,
-            microbatches=microbatches,
-            memory_limit_bytes=memory_limit_bytes,
-            stages=stages,
-            chunks=chunks,
-            schedule=schedule,
-        )
+        change = {name: value for name, value in locals().items() if name != "self"}
+        words, after = what_if(self, **change)
         found = difference_of(self.record, after.record, ("now", "what if"), (self._judged, after._judged))
         return WhatIf(f"What if: {words}", tuple(difference_parts(found)), found, self.of(after))
 

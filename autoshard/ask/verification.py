@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,13 +17,13 @@ from autoshard.ask.verified_operations import OperationDifference, by_operation
 from autoshard.cluster import Cluster
 from autoshard.errors import ClusterError, StrategyError
 from autoshard.ir import Collective, Mesh, as_compiled
-from autoshard.lower import abstract_mesh, jax_mesh
+from autoshard.lower import jax_mesh
 from autoshard.lower.opaque import ANY_PLATFORM
 from autoshard.progress import Progress, silent
 from autoshard.run.leaf_shardings import pipeline_meshes
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.saved_graphs import save_text
-from autoshard.run.stage_programs import stage_programs
+from autoshard.run.stage_programs import lowered_parts
 from autoshard.run.step import Step, platform_options
 from autoshard.strategy import Record
 from autoshard.trace import outside_mesh
@@ -42,6 +42,7 @@ from autoshard.verify import (
     dot_flops,
     explicit_collectives,
     in_phases,
+    peak_bytes_of,
     seconds_by_op,
     topology_of,
 )
@@ -169,10 +170,7 @@ def _verified_stages(
     assert record.pipeline is not None
     devices = devices_here(target) if against.here else []
     ahead = against.ahead and len(devices) < record.mesh.size
-    if against.here and not ahead:
-        meshes: Sequence[Any] = pipeline_meshes(record, devices)
-    else:
-        meshes = [abstract_mesh(stage.record.mesh) for stage in record.pipeline.stages]
+    meshes = pipeline_meshes(record, devices) if against.here and not ahead else None
     platform = _topology(record, target).platform if ahead else None if against.here else ANY_PLATFORM
 
     def actual(lowered: jax.stages.Lowered, own: Record) -> _Actual:
@@ -183,7 +181,7 @@ def _verified_stages(
         return _Actual(explicit_collectives(lowered, own.mesh))
 
     stages, n = [], sum(len(each.stages) for each in record.pipeline.passes)
-    for stage in stage_programs(fn, args, record, strategy._traced, meshes, platform):
+    for stage in lowered_parts(fn, args, record, strategy._traced, platform, meshes):
         if against.here or against.ahead:
             progress(f"compiling stage {len(stages) + 1} of {n} for {_compiled_for(record, target)}", len(stages) / n)
         found = [(program, actual(program.lowered, stage.record)) for program in stage.programs]
@@ -232,9 +230,8 @@ class _Actual:
 
 def _compiled(compiled: jax.stages.Compiled, mesh: Mesh) -> _Actual:
     """What XLA made for devices of this process."""
-    text, memory = compiled.as_text() or "", compiled.memory_analysis()
-    peak = None if memory is None else float(peak_bytes_of(memory))
-    return _Actual(collectives_of(text, mesh), dot_flops(text), peak_bytes=peak, text=text)
+    text = compiled.as_text() or ""
+    return _Actual(collectives_of(text, mesh), dot_flops(text), peak_bytes=peak_bytes_of(compiled), text=text)
 
 
 def _ahead(ahead: Ahead, record: Record, cycles: bool) -> _Actual:
@@ -270,9 +267,3 @@ def _topology(record: Record, target: str) -> Topology:
             f"Search with cluster='{TARGETS[target].example}, or use another target."
         )
     return topology_of(cluster)
-
-
-def peak_bytes_of(memory: Any) -> int:
-    """What a device holds at most: XLA:CPU's own peak leaves temporaries out."""
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return max(held, memory.peak_memory_in_bytes)

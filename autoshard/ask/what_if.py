@@ -46,7 +46,6 @@ from autoshard.run.collecting import rarely_collecting
 from autoshard.run.recorded import Call
 from autoshard.run.step import plain
 from autoshard.search import Searcher, Solution, batch_dims
-from autoshard.strategy import PipelineRecord
 from autoshard.trace import SplitModules, Traced, held, outside_mesh
 
 AGAIN = "searched again"
@@ -93,9 +92,9 @@ def what_if(
         return words, rescheduled(strategy, parts["schedule"])
     if record.pipeline is not None or parts:
         with _told_of_batch(strategy, batch):
-            same = record.pipeline if stages is None else None
-            stage_mesh = mesh if same is None else _stage_mesh(same, mesh, cluster)
-            after = _pipeline(strategy, parts, asked, there, stage_mesh, batch, microbatches, limit)
+            if record.pipeline is not None and (stages, mesh, cluster) == (None, None, None):
+                mesh = dict(record.pipeline.stages[0].record.mesh.shape)
+            after = _pipeline(strategy, parts, asked, there, mesh, batch, microbatches, limit)
         return words, after
     given = record.mesh if mesh is None and cluster is None else mesh
     wanted = None if given is None or isinstance(given, int) else given_mesh(given)
@@ -178,11 +177,6 @@ class _Question:
         tables = known.problem if facts is known.facts else None
         bytes_limit = limit_of(there, self.limit)
         return Prepared(traced, facts, there, meshes, finest, both, bytes_limit, seconds, call, tables, self.limit is not None)
-
-
-def _stage_mesh(pipeline: PipelineRecord, mesh: Any, cluster: Any) -> Any:
-    """The mesh of each stage: that of the question, else the strategy's where the devices are the same, else any."""
-    return dict(pipeline.stages[0].record.mesh.shape) if mesh is None and cluster is None else mesh
 
 
 def _parts(stages: int | None, chunks: int | None, schedule: str | None) -> dict[str, Any]:

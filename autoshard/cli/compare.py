@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from autoshard.cli.found import record_of
-from autoshard.cli.options import command
+from autoshard.cli.options import add_devices, command
 from autoshard.cli.program import ProgramError, load
-from autoshard.cli.terminal import show, show_json
+from autoshard.cli.terminal import show, show_json, working
 
 
 def add(commands: Any) -> None:
     """Adds the subcommand's options."""
     what = "put saved strategies side by side; of two, say what differs and what it costs"
-    parser = command(
-        commands,
-        "compare",
-        run,
-        what,
-        "autoshard compare found.json data_parallel.json",
-    )
+    parser = command(commands, "compare", run, what, "autoshard compare found.json data_parallel.json")
     parser.add_argument("strategies", metavar="FILE", nargs="+", help="files that --save wrote, or names that autoshard strategies lists")
     parser.add_argument(
         "--program",
@@ -36,7 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--args", metavar="MODULE:NAME", action="append", default=[], help="the program's arguments, as for autoshard search; once or twice"
     )
-    parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
+    add_devices(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,7 +66,7 @@ def _compared(records: Mapping[str, Any], options: argparse.Namespace):
     from autoshard.ask.comparing import compare
     from autoshard.ask.strategy import Strategy
 
-    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+    with working():
         loaded = [load(program, args, options.devices) for program, args in zip(_both(options.program), _both(options.args), strict=True)]
         pairs = zip((before, after), loaded, strict=True)
         one, two = (Strategy(record).with_program(function, *arguments) for record, (function, arguments) in pairs)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.found import finish
 from autoshard.cli.options import add_in_specs, add_program, check_request, command, mesh
 from autoshard.cli.program import load
+from autoshard.cli.terminal import working
 
 EXAMPLE = "autoshard evaluate train:train_step --args train:example_args --cluster cpu:8 --mesh data=4,model=2 --in-spec 'batch*=data'"
 
@@ -32,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     import autoshard
 
     function, arguments = load(options.program, options.args, options.devices)
-    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+    with working():
         strategy = autoshard.evaluate(
             function,
             *arguments,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.found import record_of, write_pages
 from autoshard.cli.options import SPEC_HELP, add_optional_function, add_page, command
 from autoshard.cli.options import spec as layout
 from autoshard.cli.program import load
-from autoshard.cli.terminal import show, show_json
+from autoshard.cli.terminal import show, show_json, working
 
 EXAMPLE = "autoshard explain found.json --html report.html --open"
 
@@ -74,5 +72,5 @@ def strategy_of(options: argparse.Namespace):
     if options.program is None:
         return Strategy(record)
     function, arguments = load(options.program, options.args, options.devices)
-    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+    with working():
         return Strategy(record).with_program(function, *arguments)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.options import add_function, add_in_specs, cluster_of, command, mesh, numbers
 from autoshard.cli.program import load
-from autoshard.cli.terminal import show, show_json
+from autoshard.cli.terminal import show, show_json, working
 
 EXAMPLE = "autoshard lint train:train_step --args train:example_args --cluster v5e:4x4 --mesh data=16 --in-spec 'batch*=data' --fail-on any"
 
@@ -43,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     check_rules(options.fail_on)
     function, arguments = load(options.program, options.args, options.devices)
     specs = {path: PartitionSpec(*spec) for path, spec in options.in_spec}
-    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+    with working():
         found = lint(
             function,
             *arguments,

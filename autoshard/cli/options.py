@@ -68,15 +68,18 @@ def add_function(parser: argparse.ArgumentParser, more: str = "") -> None:
         help="its arguments: a tuple of arrays, jax.ShapeDtypeStructs or pytrees of them, or a function without arguments that returns it; "
         f"jax.eval_shape makes shapes of what need not be computed{more}",
     )
-    parser.add_argument(
-        "--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds a mesh of its own"
-    )
+    add_devices(parser)
 
 
 def add_optional_function(parser: argparse.ArgumentParser, what: str) -> None:
     """A program that a saved strategy may do without; ``what`` says what for."""
     parser.add_argument("program", metavar="MODULE:FUNCTION", type=reference, nargs="?", help=what)
     parser.add_argument("--args", metavar="MODULE:NAME", type=reference, help="the program's arguments, as for autoshard search")
+    add_devices(parser)
+
+
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """How many devices a program may build a mesh of."""
     parser.add_argument("--devices", metavar="N", type=int, help="give JAX N virtual CPU devices, for a program that builds its own mesh")
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import add_saved, command
 from autoshard.cli.program import load
-from autoshard.cli.terminal import progress, show_json
+from autoshard.cli.terminal import show_json, working
 
 EXAMPLE = "autoshard pins train:train_step --args train:example_args --strategy s.json"
 
@@ -30,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     function, arguments = load(options.program, options.args, options.devices)
     from autoshard.ask.strategy import Strategy
 
-    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
+    with working(quiet=options.json) as callback:
         found = Strategy(record).pins(function, *arguments, budget_seconds=options.seconds, progress=callback)
     show_json(found.to_json()) if options.json else print(found)
     return 0 if found.exact else 1

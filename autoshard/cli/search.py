@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.found import finish, finish_frontier
 from autoshard.cli.options import add_program, check_request, command, positive
 from autoshard.cli.program import load
-from autoshard.cli.terminal import progress
+from autoshard.cli.terminal import working
 from autoshard.options import OPTIONS
 
 EXAMPLE = "autoshard search train:train_step --args train:example_args --cluster v5e:4x4 --donate 0 --save s.json"
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_request(options)
     function, arguments = load(options.program, options.args, options.devices)
-    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
+    with working(quiet=options.json) as callback:
         given = asked(options)
         if options.frontier is not None:
             frontier = autoshard.frontier(function, *arguments, points=options.frontier, progress=callback, **given)
@@ -53,21 +52,15 @@ def run(options: argparse.Namespace) -> int:
     if options.frontier is not None:
         return finish_frontier(frontier, options)
     if "start" in given:
-        print(_carried(options.start, given["start"].record, strategy), file=sys.stderr)
+        print(_carried(given["start"].record, strategy), file=sys.stderr)
     return finish(strategy, options)
 
 
-def _carried(name: str, start, strategy) -> str:
-    """Whether the answer is made of the strategy that a search started from, and what of that has no place here, in words."""
-    from autoshard.plan.start import use_of
-
+def _carried(start, strategy) -> str:
+    """What of the strategy that a search started from has no place here, in words; its notes say whether the answer is made of it."""
     here = {tensor.path: len(tensor.shape) for tensor in strategy.record.arguments}
     missing = [tensor.path for tensor in start.arguments if here.get(tensor.path) != len(tensor.shape)]
-    used = f"--like {name}: {use_of(strategy) or 'not used, since something else was found before it was tried'}."
     if not missing:
-        return f"{used} All its arguments are arguments here."
+        return "--like: all its arguments are arguments here."
     more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-    return (
-        f"{used} Of its {len(start.arguments)} arguments {len(missing)} have no place here, as no argument of that path and rank "
-        f"is there: {', '.join(missing[:3])}{more}."
-    )
+    return f"--like: {len(missing)} of its {len(start.arguments)} arguments have no place here: {', '.join(missing[:3])}{more}."

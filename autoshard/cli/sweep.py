@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.options import add_function, cluster_of, command, mesh_or_axes, numbers, path_price
-from autoshard.cli.terminal import progress, show, show_json
+from autoshard.cli.terminal import show, show_json, working
 from autoshard.options import OPTIONS
 
 PER_POINT = ("cluster", "mesh", "batch")  # of which a sweep has several
@@ -47,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         function, arguments = load_maker(options.program, options.args, options.devices)
     else:
         function, arguments = load(options.program, options.args, options.devices)
-    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:
+    with working(quiet=options.json) as callback:
         result = autoshard.sweep(
             function,
             arguments,

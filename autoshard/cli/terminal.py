@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,6 +28,13 @@ def show_json(value: Any) -> None:
     """Prints a value as JSON, or a text that is JSON already."""
     text = value if isinstance(value, str) else json.dumps(value, indent=1, allow_nan=False)
     print(text.rstrip("\n"))
+
+
+@contextmanager
+def working(quiet: bool = True) -> Iterator[Callable[[str, float], None]]:
+    """As `progress`, while programs of the user run: what they print goes to stderr, since stdout is for our output."""
+    with redirect_stdout(sys.stderr), progress(quiet) as callback:
+        yield callback
 
 
 @contextmanager

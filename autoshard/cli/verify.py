@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.found import record_of
 from autoshard.cli.options import add_saved, command
 from autoshard.cli.program import load
-from autoshard.cli.terminal import progress, show, show_json
+from autoshard.cli.terminal import show, show_json, working
 
 PARTS = 8
 """CPU devices on which parts of kernels run."""
@@ -56,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     function, arguments = load(options.program, options.args, devices)
     import autoshard
 
-    with redirect_stdout(sys.stderr), progress(quiet=options.json) as callback:  # stdout is for our output, not the program's
+    with working(quiet=options.json) as callback:
         found = autoshard.verify(
             autoshard.Strategy(record),
             function,

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import redirect_stdout
 from typing import Any
 
 from autoshard.cli.asked import add_asked, asked
 from autoshard.cli.explain import strategy_of
 from autoshard.cli.found import record_of
 from autoshard.cli.options import add_optional_function, add_specs, check_request, cluster_of, command, positive
-from autoshard.cli.terminal import show, show_json
+from autoshard.cli.terminal import show, show_json, working
 
 EXAMPLE = "autoshard what-if found.json train:train_step --args train:example_args --cluster v5e:4x8"
 
@@ -37,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     if options.program is None:
         return _estimated(options)
     check_request(options)
-    with redirect_stdout(sys.stderr):  # stdout is for our output, not the program's
+    with working():
         found = strategy_of(options).what_if(
             batch=options.batch,
             chunks=options.chunks,

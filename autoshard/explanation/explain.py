@@ -16,7 +16,7 @@ from autoshard.explanation.explain_pipeline import pipeline_parts
 from autoshard.explanation.explain_tensors import mesh_picture, tensor_picture
 from autoshard.explanation.groups import alike, argument_groups, by_pattern, common_ending, shard_bytes
 from autoshard.explanation.text import argument_parts as argument_table
-from autoshard.explanation.text import body, opening, to_json
+from autoshard.explanation.text import body, to_json
 from autoshard.ir import Spec, as_compiled
 from autoshard.ir.naming import starred
 from autoshard.render import (
@@ -61,7 +61,7 @@ def explain(record: Record, judged: Judged | None = None, details: bool = False,
     """
     cluster, data = Cluster.from_dict(record.cluster), explanation_of(record, judged, stages)
     parts = [
-        *opening(data),
+        Paragraph("\n".join(data.sentences)),
         *_headline(record, cluster),
         *_confirmation(record),
         *pipeline_parts(record, data.stages),
@@ -71,15 +71,12 @@ def explain(record: Record, judged: Judged | None = None, details: bool = False,
     return StrategyReport(data.title, tuple(parts), data)
 
 
-def _kinds_of_work(cost: Cost) -> str:
-    return "matrix products, convolutions and Fourier transforms" if cost.transform_flops else "matrix products and convolutions"
-
-
 # -- sections, from top to bottom ----------------------------------------------------------------------------------------
 
 
 def _headline(record: Record, cluster: Cluster) -> list[Part]:
     cost, limit = record.cost, record.limit_bytes
+    kinds = "matrix products, convolutions and Fourier transforms" if cost.transform_flops else "matrix products and convolutions"
     who = "memory_limit_bytes allows" if record.memory_limit_bytes else f"{cluster.name} leaves a program"
     of_limit = f"{format_percent(cost.peak_bytes / limit)} of the {format_bytes(limit)} that {who}"
     seconds = record.stats.get("search_seconds")
@@ -90,7 +87,7 @@ def _headline(record: Record, cluster: Cluster) -> list[Part]:
         ("peak memory", f"{format_bytes(cost.peak_bytes)} a device: {of_limit}"),
         *_rewrites(record, cluster),
         *_computed_again(cost),
-        ("work", f"{format_flops(cost.flops)} of {_kinds_of_work(cost)} a device"),
+        ("work", f"{format_flops(cost.flops)} of {kinds} a device"),
         ("found by", found) if record.searcher.name != GIVEN else ("shardings", "as given, without a search"),
     ]
     return [Table(("", ""), tuple(rows))]

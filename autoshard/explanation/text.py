@@ -27,11 +27,6 @@ def to_json(found: Explanation) -> str:
     return json.dumps(plain(found), indent=1, allow_nan=False)
 
 
-def opening(found: Explanation) -> list[Part]:
-    """The three sentences, and the figures that they rest on."""
-    return [Paragraph("\n".join(found.sentences))]
-
-
 def body(found: Explanation, arguments: Sequence[Part] = ()) -> list[Part]:
     """Everything else, from the whole to the details.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any, ClassVar, Self
 
 from autoshard.errors import PipelineError
@@ -34,15 +33,6 @@ class Rewrite(Written):
     def describe(self) -> str:
         """What it does, in a sentence without a full stop."""
         raise NotImplementedError
-
-    @property
-    def growth(self) -> float:
-        """By what share it adds to the step's work."""
-        return 0.0
-
-    def most_growth(self, n_devices: int) -> float:
-        """By what share of a step it is slower, at most, than the program without it in any of that one's shardings; infinity: unknown."""
-        return math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,17 +141,6 @@ class Padded(Rewrite):
         )
         arguments = (one.items(3) for one in part["arguments"].items())
         return cls(dims, tuple((k.integer(0), dim.integer(0), _extent(of)) for k, dim, of in arguments))
-
-    @property
-    def growth(self) -> float:
-        return sum(each.more_work for each in self.dims)
-
-    def most_growth(self, n_devices: int) -> float:
-        """An operation takes no longer than in proportion to its arrays, and what divided a dimension divides its padded size, too."""
-        parts = list(chain(*(each.extent for each in self.dims)))
-        if any(padded % math.gcd(size, n_devices) for size, padded in parts):
-            return math.inf
-        return math.prod(padded / size for size, padded in parts) - 1
 
     def describe(self) -> str:
         groups: dict[tuple[Extent, int], list[PaddedDim]] = {}

@@ -280,7 +280,8 @@ NEUTRAL = {"sum": 0, "prod": 1}
 def _scatter(op: Sharded, x: Any, indices: Any, updates: Any) -> list[Any]:
     """The shard with the updates inside it; the operand counts once over the shards of a reduction."""
     numbers, mode = op.params["dimension_numbers"], lax.GatherScatterMode.from_any(op.params["mode"])
-    written = dict(zip([d for d in range(x.ndim) if d not in _without_window(numbers)], _windows(op.operands[2], numbers), strict=True))
+    others = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    written = dict(zip([d for d in range(x.ndim) if d not in others], _windows(op.operands[2], numbers), strict=True))
     scattered = [(k, d) for k, d in enumerate(numbers.scatter_dims_to_operand_dims) if d in op.entering[0] and d not in written]
     replaced: dict[str, Any] = {}
     if scattered:
@@ -300,10 +301,6 @@ def _scatter(op: Sharded, x: Any, indices: Any, updates: Any) -> list[Any]:
         if operator in NEUTRAL:
             x = jnp.where(lax.axis_index(axes) == 0, x, jnp.asarray(NEUTRAL[operator], x.dtype))
     return list(op.bind(x, indices, updates, **replaced))
-
-
-def _without_window(numbers: Any) -> tuple[int, ...]:
-    return (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
 
 
 def _windows(updates: Shape, numbers: Any) -> list[int]:

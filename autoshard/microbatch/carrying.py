@@ -183,8 +183,8 @@ class Carrier:
             if op.bodies or op.mapped or len(op.results) != 1 or op.results[0] in results or getattr(op.equation, "effects", ()):
                 continue
             (made,) = op.results
-            is_of_none = self.phases.get(op.index, "before") == "before" and self._reads_whole(op)
-            if not is_of_none or not self.graph.values[made].rank:
+            is_of_none = all(each.is_whole for each in operand_statuses(op, self.status))
+            if not is_of_none or self.phases.get(op.index, "before") != "before" or not self.graph.values[made].rank:
                 continue
             own = readers.get(made, ())
             read = {self._sliced_at(reader, made) for reader in own}
@@ -195,9 +195,6 @@ class Carrier:
                 for reader in own:  # which has taken a slice of the whole until now
                     reads = operand_statuses(reader, self.status)
                     self.keep(reader, self.carried(reader, reads) if reader.bodies else replace(self.moves[reader.index], reads=reads))
-
-    def _reads_whole(self, op: Op) -> bool:
-        return all(status.is_whole for status in operand_statuses(op, self.status))
 
     def _sliced_at(self, op: Op, value: int) -> Status | None:
         """The slice of a value that an op inside reads; None where it reads it otherwise."""

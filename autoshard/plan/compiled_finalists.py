@@ -9,20 +9,20 @@ compiled to the end there, and corrects the predictions of its kernels (`autosha
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from autoshard.cluster import Cluster
+from autoshard.concurrency import cores
 from autoshard.cost.collectives import Communication
 from autoshard.errors import AutoshardError, CompilerError
+from autoshard.pipeline.lowered import LoweredProgram
 from autoshard.plan.corrections import differences, learned
-from autoshard.plan.finalists import Board, FinalistProgram
-from autoshard.strategy import Record
+from autoshard.plan.finalists import Board
+from autoshard.run.stage_programs import LoweredPart
 from autoshard.verify import (
     COMPILERS,
     NO_OP,
@@ -48,20 +48,20 @@ Results = Generator[tuple[int, Sequence[Ahead] | Exception], None, None]
 """By number what the compiler makes of each program of a finalist, or how it fails."""
 
 
-Lowered = dict[int, Sequence[FinalistProgram]]
+Lowered = dict[int, Sequence[LoweredPart]]
 """By number the programs of a finalist."""
 
 
 class _Compiling:
     """The compilation of a finalist's programs, one after the other; of a pipeline each task's is one."""
 
-    def __init__(self, programs: Sequence[FinalistProgram], cycles: bool):
-        self._left, self._done, self._cycles = deque(programs), [], cycles
+    def __init__(self, parts: Sequence[LoweredPart], cycles: bool):
+        self._left, self._done, self._cycles = deque((part, each.lowered) for part in parts for each in part.programs), [], cycles
         self._begin()
 
     def _begin(self) -> None:
-        program = self._left.popleft()
-        self._running = Compilation(program.lowered, program.record.mesh, compiled_topology(program.cluster), self._cycles)
+        part, lowered = self._left.popleft()
+        self._running = Compilation(lowered, part.record.mesh, compiled_topology(part.cluster), self._cycles)
 
     def over(self) -> bool:
         """Whether all are compiled, or one does not fit."""
@@ -127,9 +127,9 @@ class FinalistCompiler:
         scheduled: dict[int, float] = {}
         with closing(self._compiled(board, numbers, to_the_end, lowered)) as results:
             for number, ahead in results:
-                programs = lowered.get(number, ())
-                if self._read(board, number, programs, ahead) and not isinstance(ahead, Exception) and number in to_the_end:
-                    scheduled[number] = self._scheduled(board, number, programs, ahead)
+                parts = lowered.get(number, ())
+                if self._read(board, number, parts, ahead) and not isinstance(ahead, Exception) and number in to_the_end:
+                    scheduled[number] = self._scheduled(board, number, parts, ahead)
         for number, seconds in scheduled.items():  # all at once: times of two kinds are not compared where the time is over in between
             board.note(number, measure="scheduled", seconds=seconds)
 
@@ -156,18 +156,19 @@ class FinalistCompiler:
         doing, done = f"compiling for {board.cluster.name}", len(board.found) - len(numbers)
         return _in_parallel({number: start(number) for number in numbers}, board, doing, done)
 
-    def _read(self, board: Board, number: int, programs: Sequence[FinalistProgram], ahead: Sequence[Ahead] | Exception) -> bool:
+    def _read(self, board: Board, number: int, parts: Sequence[LoweredPart], ahead: Sequence[Ahead] | Exception) -> bool:
         """Records what was compiled, and says whether the finalist is accepted."""
         if isinstance(ahead, Exception):
             board.failed(number, ahead)
             return False
-        compiled = list(zip(programs, ahead, strict=False))
+        by_part = _by_part(parts, ahead)
+        compiled = [pair for _, own in by_part for pair in own]
         needed = max(program.held_bytes + each.needed_bytes for program, each in compiled)
         if not all(each.hlo for each in ahead):
             board.note(number, outcome="does not fit", needed_bytes=needed)
             return False
         try:
-            parts = [_Part.of([pair for pair in compiled if pair[0].record is own]) for own in _records(programs)]
+            seconds, nbytes, flops = zip(*(_corrected(*each) for each in by_part), strict=True)
         except AutoshardError as error:
             board.failed(number, error)
             return False
@@ -177,15 +178,15 @@ class FinalistCompiler:
             number,
             outcome="slower" if fits else "does not fit",
             measure="corrected",
-            seconds=board.of_parts(number, [each.seconds for each in parts]),
-            collective_bytes=max(each.collective_bytes for each in parts),
-            flops=max(each.flops for each in parts),
+            seconds=board.of_parts(number, seconds),
+            collective_bytes=max(nbytes),
+            flops=max(flops),
             peak_bytes=peak,
             needed_bytes=needed,
         )
         return fits
 
-    def _scheduled(self, board: Board, number: int, programs: Sequence[FinalistProgram], ahead: Sequence[Ahead]) -> float:
+    def _scheduled(self, board: Board, number: int, parts: Sequence[LoweredPart], ahead: Sequence[Ahead]) -> float:
         """The step time by the schedules of a finalist's programs; notes what its kernels take beyond the prediction."""
         assert self.clock is not None, "to the end are only compiled those of a compiler that counts cycles"
         judged = board.strategies[number]._judged
@@ -194,37 +195,28 @@ class FinalistCompiler:
             of = judged.facts, judged.model, judged.record.assignment, kernels, self.clock
             board.differences[number] = differences(*of)
             board.corrections = board.corrections.merged([learned(*of)])
-        seconds = dict.fromkeys(range(len(_records(programs))), 0.0)
-        places = {id(own): k for k, own in enumerate(_records(programs))}
-        for program, each in zip(programs, ahead, strict=True):
-            own = program.record
-            took = scheduled_seconds(each.hlo, own.mesh, Communication(program.cluster.links(own.mesh)), self.clock)
-            seconds[places[id(own)]] += program.count * took
-        return board.of_parts(number, list(seconds.values()))
+        seconds = []
+        for part, own in _by_part(parts, ahead):
+            mesh, communication = part.record.mesh, Communication(part.cluster.links(part.record.mesh))
+            seconds.append(sum(program.count * scheduled_seconds(each.hlo, mesh, communication, self.clock) for program, each in own))
+        return board.of_parts(number, seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What was compiled of a step that is one program, or of a stage: its corrected seconds, collective bytes and FLOPs."""
-
-    seconds: float
-    collective_bytes: float
-    flops: float
-
-    @classmethod
-    def of(cls, compiled: Sequence[tuple[FinalistProgram, Ahead]]) -> _Part:
-        """The sums over its programs, each as often as it runs in a step."""
-        record, cluster = compiled[0][0].record, compiled[0][0].cluster
-        read = [(program, collectives_of(each.hlo, record.mesh), dot_flops(each.hlo).total) for program, each in compiled]
-        sent = [replace(one, count=one.count * program.count) for program, found, _ in read for one in found]
-        flops = sum(program.count * own for program, _, own in read)
-        seconds = corrected_seconds(record.cost, sent, flops, record.mesh, Communication(cluster.links(record.mesh)))
-        return cls(seconds, sum(one.bytes * one.count for one in sent), flops)
+Compiled = list[tuple[LoweredProgram, Ahead]]
 
 
-def _records(programs: Sequence[FinalistProgram]) -> list[Record]:
-    """The record of a step, or those of a pipeline's stages, in order."""
-    return list({id(program.record): program.record for program in programs}.values())
+def _by_part(parts: Sequence[LoweredPart], ahead: Sequence[Ahead]) -> list[tuple[LoweredPart, Compiled]]:
+    """Each part of a finalist with its programs, and what was compiled of them."""
+    left = iter(ahead)
+    return [(part, list(zip(part.programs, left, strict=False))) for part in parts]
+
+
+def _corrected(part: LoweredPart, compiled: Compiled) -> tuple[float, float, float]:
+    """The corrected seconds of a part, its collective bytes and FLOPs: sums over its programs, each as often as it runs in a step."""
+    mesh, communication = part.record.mesh, Communication(part.cluster.links(part.record.mesh))
+    sent = [replace(one, count=one.count * own.count) for own, each in compiled for one in collectives_of(each.hlo, mesh)]
+    flops = sum(own.count * dot_flops(each.hlo).total for own, each in compiled)
+    return corrected_seconds(part.record.cost, sent, flops, mesh, communication), sum(one.bytes * one.count for one in sent), flops
 
 
 def finalist_compiler_of(cluster: Cluster) -> FinalistCompiler:
@@ -242,7 +234,7 @@ def finalist_compiler_of(cluster: Cluster) -> FinalistCompiler:
 def _in_parallel(begins: dict[int, Callable[[], _Compiling]], board: Board, doing: str, done: int) -> Results:
     """Results by number as they come; what still runs is stopped where nobody waits for it any more."""
     waiting, running = deque(begins), dict[int, _Compiling]()
-    most = _processes(len(begins))
+    most = cores(COMPILING_BYTES)
     try:
         while waiting or running:
             while waiting and len(running) < most:
@@ -270,17 +262,3 @@ def _in_parallel(begins: dict[int, Callable[[], _Compiling]], board: Board, doin
     finally:
         for compilation in running.values():
             compilation.stop()
-
-
-def _processes(wanted: int) -> int:
-    """How many compilers may run at once: no more than there are cores, and memory for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(wanted, cores, _free_bytes() // COMPILING_BYTES))
-
-
-def _free_bytes() -> int:
-    """Memory that programs may still take, as Linux says it; where there is no saying, enough for one compiler."""
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    available = next((line for line in lines if line.startswith("MemAvailable:")), "")
-    return int(available.split()[1]) * 1024 if available else COMPILING_BYTES

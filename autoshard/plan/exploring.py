@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from autoshard.budgets import BUDGETS
 from autoshard.errors import InfeasibleError, NothingFasterError, OutOfTime, SearchLimitError, TraceError
 from autoshard.mesh_search.equality import EQUAL, Figures, simplest_first
-from autoshard.plan.forms import Estimates, Form, Search
+from autoshard.plan.forms import Estimates, Form
 from autoshard.plan.incumbent import Incumbent
 from autoshard.plan.refusals import refused_in_all
 from autoshard.render import format_bytes, format_seconds
@@ -44,7 +44,8 @@ class Exploration(Generic[Found]):
     Attributes:
         first: the form in which nothing is done that memory does not ask for.
         others: makes the other forms.
-        search: searches one.
+        search: searches one, within the memory limit or of whatever it holds. It raises `InfeasibleError` where nothing fits,
+            `NothingFasterError` where nothing is faster than what is known, `TraceError` or `SearchLimitError` where there is no such form.
         solution: of what a search finds.
         estimates: from what a search of a form finds.
         limit: bytes that a device may hold.
@@ -65,7 +66,7 @@ class Exploration(Generic[Found]):
 
     first: Form
     others: Callable[[], Sequence[Form]]
-    search: Search[Found]
+    search: Callable[[Form, bool], Found]
     solution: Callable[[Found], Solution]
     estimates: Callable[[Form, Found], Estimates]
     limit: float

@@ -12,39 +12,16 @@ import jax
 from autoshard.cluster import Cluster
 from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.errors import OutOfTime
-from autoshard.lower import abstract_mesh
 from autoshard.plan.agreement import everyones
 from autoshard.plan.corrections import Difference
 from autoshard.plan.plan import Plan
 from autoshard.progress import Progress
 from autoshard.run.padded import PaddedArguments
-from autoshard.run.stage_programs import stage_programs
+from autoshard.run.stage_programs import LoweredPart, lowered_parts
 from autoshard.run.step import Step
-from autoshard.strategy import Finalist, Record
+from autoshard.strategy import Finalist
 
 MOST_WORDS = 300  # characters of what a compiler says that go into a note
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinalistProgram:
-    """One program of a finalist.
-
-    Attributes:
-        lowered: as `jax.jit` lowers it.
-        record: the finalist's, or that of its stage.
-        count: how often it runs in a step.
-        held_bytes: what a device has in memory beside while it runs.
-    """
-
-    lowered: jax.stages.Lowered
-    record: Record
-    count: int = 1
-    held_bytes: float = 0.0
-
-    @property
-    def cluster(self) -> Cluster:
-        """The devices that it runs on."""
-        return Cluster.from_dict(self.record.cluster)
 
 
 @dataclass(slots=True)
@@ -122,15 +99,11 @@ class Board:
         record = self.strategies[number].record
         return Step(self.fn, record, mesh).lower(*PaddedArguments(record).as_stored(self.args), platform=platform)
 
-    def programs(self, number: int, platform: str) -> list[FinalistProgram]:
-        """The programs that a finalist consists of, lowered for a platform: one, or those of a pipeline's tasks."""
+    def programs(self, number: int, platform: str) -> list[LoweredPart]:
+        """The programs that a finalist consists of, lowered for a platform."""
         strategy = self.strategies[number]
-        record = strategy.record
-        if record.pipeline is None:
-            return [FinalistProgram(self.lowered(number, platform), record)]
-        meshes = [abstract_mesh(stage.record.mesh) for stage in record.pipeline.stages]
-        stages = stage_programs(self.fn, PaddedArguments(record).as_stored(self.args), record, strategy._traced, meshes, platform)
-        return [FinalistProgram(each.lowered, stage.record, each.count, each.held_bytes) for stage in stages for each in stage.programs]
+        stored = PaddedArguments(strategy.record).as_stored(self.args)
+        return list(lowered_parts(self.fn, stored, strategy.record, strategy._traced, platform))
 
     def of_parts(self, number: int, seconds: Sequence[float]) -> float:
         """The step time of a finalist, of what its one program takes, or each stage of a pipeline: as the busiest part of the devices'."""

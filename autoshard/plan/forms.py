@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Protocol, TypeVar
 
 import numpy as np
 
 from autoshard.ir.remat import Remat
 from autoshard.render import format_bytes, format_percent
-
-Found_co = TypeVar("Found_co", covariant=True)
 
 LEAST_KEPT = 0.01  # of activations: a form that keeps less of them holds other values
 
@@ -66,16 +63,6 @@ class Form:
 
 
 PLAIN = Form()  # a step as it is written
-
-
-class Search(Protocol[Found_co]):
-    """The search of a form, within the memory limit or of whatever it holds.
-
-    It raises `InfeasibleError` where nothing fits, `NothingFasterError` where nothing is faster than what was found before, and
-    `TraceError` and `SearchLimitError` where there is no such form.
-    """
-
-    def __call__(self, form: Form, limited: bool, /) -> Found_co: ...
 
 
 def forms_of(numbers: Sequence[int], remats: Sequence[Remat | None], hosted: Sequence[bool]) -> list[Form]:

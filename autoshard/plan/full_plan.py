@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 from autoshard.concurrency import thread_seconds
 from autoshard.errors import AutoshardError, ClusterError, InfeasibleError, PipelineError, SearchLimitError, ShardingError, TraceError
@@ -42,25 +41,15 @@ ALONE_SECONDS = 20.0  # of one core, in which what stages alone would search is 
 REFUSED = (ClusterError, InfeasibleError, PipelineError, SearchLimitError, TraceError, ShardingError)
 
 
-class Comparing(Protocol):
-    """The comparison of plans, which goes on where it was left (`autoshard.pipeline.plan_search.Planning.run`)."""
+Comparing = Callable[[Progress, float, float, float], Plans | None]
+"""The comparison of plans, which goes on where it was left (`autoshard.pipeline.plan_search.Planning.run`)."""
 
-    def __call__(self, progress: Progress, until: float, cpu_seconds: float, below: float, /) -> Plans | None: ...
+Whole = Callable[[float | None], Sequence[Plan]]
+"""The search of the step without stages within some seconds, None for no limit; the fastest comes first."""
 
-
-class Whole(Protocol):
-    """The search of the step without stages within some seconds, or None for no limit. The fastest comes first."""
-
-    def __call__(self, seconds: float | None, /) -> Sequence[Plan]: ...
-
-
-class StagedSearch(Protocol):
-    """The search of a pipeline: as a plan says, or of a number of stages and of microbatches; the fastest comes first.
-
-    It is within some seconds, or, where these are None, within some of one core.
-    """
-
-    def __call__(self, like: Estimate | Candidate, core_seconds: float, seconds: float | None, /) -> Sequence[Plan]: ...
+StagedSearch = Callable[[Estimate | Candidate, float, float | None], Sequence[Plan]]
+"""The search of a pipeline, as a plan says or of a number of stages and of microbatches, within some seconds of one core, or within some of
+the clock where these are given; the fastest comes first."""
 
 
 @dataclass(frozen=True, slots=True)

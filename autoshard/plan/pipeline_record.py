@@ -80,11 +80,14 @@ def record_of(
 
 def _pipeline(plan: FoundPipeline, is_pass: bool) -> PipelineRecord:
     """The record of one pass, without the leaves of the step."""
+    stages = enumerate(zip(plan.stages, pieces_in_flight(plan.schedule), strict=True))
     return PipelineRecord(
         schedule=plan.schedule.name,
         chunks=plan.schedule.n_chunks,
         cut=plan.staged.cut.stages,
-        stages=_stage_records(plan),
+        stages=tuple(
+            _stage_record(found, plan.once_seconds(piece), found.figures.peak_bytes(n, found.joins)) for piece, (found, n) in stages
+        ),
         argument_stages=(),
         result_stages=(),
         placement=plan.placement,
@@ -155,14 +158,6 @@ def _place(plan: FoundPipeline, kind: str, leaf: int) -> int:
     parts = getattr(plan.staged.divided, kind)[leaf]
     homes = plan.staged.argument_homes if kind == "arguments" else plan.staged.result_homes
     return homes[parts[0]] if len(parts) == 1 else BY_ROWS
-
-
-def _stage_records(plan: FoundPipeline) -> tuple[StageRecord, ...]:
-    """The records of all stages, each with its peak under the plan's schedule."""
-    return tuple(
-        _stage_record(found, plan.once_seconds(piece), found.figures.peak_bytes(n, found.joins))
-        for piece, (found, n) in enumerate(zip(plan.stages, pieces_in_flight(plan.schedule), strict=True))
-    )
 
 
 def _stage_record(found: FoundStage, once_seconds: float, peak_bytes: float) -> StageRecord:

@@ -188,12 +188,8 @@ class Request:
         """The request with another time limit and confirmation."""
         return replace(self, seconds=seconds, confirm=confirm)
 
-    def without_stages(self) -> Request:
-        """The request of the step as one program on all devices."""
-        return replace(self, plan="sharding", stages=None, schedule=None)
-
     @property
     def every_form(self) -> Request:
         """The request of a full plan without stages, in any form that options leave open."""
         number, again = ("auto" if each == "fit" else each for each in (self.microbatches, self.remat))
-        return replace(self.without_stages(), microbatches=number, remat=again, is_thorough=True)
+        return replace(self, plan="sharding", stages=None, schedule=None, microbatches=number, remat=again, is_thorough=True)

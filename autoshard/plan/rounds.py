@@ -99,9 +99,9 @@ class Rounds:
                     best = self._above(error, within or self.limit, own)
             if len(self.boards) == n_before or self.boards[-1].ended or sum(each.compilations for each in self.boards) >= MOST_COMPILATIONS:
                 break
-            less = self._less(self.boards[-1]) if best is None or self._gives_up_much(best) else None
-            if less is not None:
-                within = less
+            refused = _refused(self.boards[-1:]) if best is None or self._gives_up_much(best) else []
+            if refused:
+                within = min(within_less(self.limit, predicted, needed) for predicted, needed in refused)
                 own(f"faster plans do not fit as compiled: searches again within {format_bytes(within)}", 1.0)
             elif not self.boards[-1].corrections:
                 break
@@ -160,10 +160,6 @@ class Rounds:
         """Whether a plan that does not fit is predicted to be faster than the best by more than predictions are wrong."""
         refused = [each.predicted_seconds for board in self.boards for each in board.found if each.outcome == "does not fit"]
         return min(refused, default=math.inf) * (1 + MARGIN) < best.strategy.cost.makespan_seconds
-
-    def _less(self, board: Board) -> float | None:
-        """The limit for the next search, by what does not fit; None: nothing, or its compiled peak is unknown."""
-        return min((within_less(self.limit, predicted, needed) for predicted, needed in _refused([board])), default=None)
 
     def _recorded(self, best: _Found) -> Plan:
         """The strategy with the finalists and a note of each search, one on the limit of its own, if it has one, and the compiled cost."""

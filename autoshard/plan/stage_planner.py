@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
@@ -34,15 +34,11 @@ CHUNKS = {"interleaved": (2, 3, 4), "auto": (1, 2, 3, 4, 6, 8, 12)}  # of each p
 TRIES = 3  # searches of a stage with less and less memory
 
 
-class StageSearch(Protocol):
-    """The search of one stage's program: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit.
+StageSearch = Callable[[Stage, Mesh | None, Mapping[int, Layout], float, Progress, int], tuple[Plan, Problem]]
+"""The search of one stage's program: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit.
 
-    ``n_left`` is how many searches are left at least, this one included, among which the time is divided.
-    """
-
-    def __call__(
-        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
-    ) -> tuple[Plan, Problem]: ...
+The last of its arguments is how many searches are left at least, this one included, among which the time is divided.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -137,7 +133,7 @@ class Planner:
         plans, failure = [], None
         started = () if self.asked.start is None else (part.record.mesh for part in self.asked.start.stages)
         meshes = (*(found.strategy.record.mesh for found in free), *(mesh for mesh in started if mesh.size == self.parts[0].n_devices))
-        for mesh in dict.fromkeys(map(_unplaced, meshes)):
+        for mesh in dict.fromkeys(replace(mesh, placement=None) for mesh in meshes):
             try:
                 plans.append(self._plan(mesh))
             except (InfeasibleError, SearchLimitError) as error:
@@ -300,7 +296,3 @@ def _of_all(meshes: Sequence[Mesh]) -> Mesh:
     names = dict.fromkeys(name for mesh in meshes for name in mesh.all_names if name != STAGE_AXIS)
     axis = STAGE_AXIS, sum(mesh.size for mesh in meshes)
     return Mesh((axis,), shape=(axis, *((name, 1) for name in names)))
-
-
-def _unplaced(mesh: Mesh) -> Mesh:
-    return replace(mesh, placement=None)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from autoshard.cluster import Cluster
@@ -205,17 +205,14 @@ class _StageSearches:
             return pipelined(program, self.call.cluster, pipeline, self._searched, self.searcher, self.spent, self.call.progress)
 
         hosts = asked.offload == "activations" or (asked.offload == "auto" and bool(hosted))
-        return staged_remat(attempt, asked.remat, lambda: self._options(hosts), _seconds, self.call.recomputed)
-
-    def _options(self, hosts: bool) -> Sequence[Remat]:
-        """The recomputations that there are, of the option's kind."""
-        return recomputations(self.traced, self.facts, self.call.cluster, self.request.remat, hosts)
+        options = partial(recomputations, self.traced, self.facts, self.call.cluster, asked.remat, hosts)
+        return staged_remat(attempt, asked.remat, options, _seconds, self.call.recomputed)
 
     def _searched(
         self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
     ) -> tuple[Plan, Problem]:
         """As `StageSearch`."""
-        pins = self._stage_pins(stage, mesh, fixed)
+        pins = replace(of_step(self.pins, stage_pins(self.request.asked, stage, mesh is None)), fixed=fixed)
         wanted = mesh if mesh is not None else self.call.request.given_mesh
         devices = self.parts[stage.number % self.n_stages]
         meshes, _ = meshes_of(devices, self.pins, wanted, self.most, is_part=True)
@@ -255,10 +252,6 @@ class _StageSearches:
         if solution.stats.get("ended_early") and (left is None or time.perf_counter() - started < left):
             self.until = time.perf_counter()  # Ctrl-C is for all stages: those that are left have their first answers
         return solution, problem
-
-    def _stage_pins(self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout]) -> UserPins:
-        """The pins of a stage's program: those of the step on its arguments, of the batch too, and layouts that other stages fix."""
-        return replace(of_step(self.pins, stage_pins(self.request.asked, stage, mesh is None)), fixed=fixed)
 
     def _start_of(self, stage: Stage) -> Plan | None:
         """The earlier strategy of a stage: that of the same stage, or of the whole step, whose arguments have the same paths."""

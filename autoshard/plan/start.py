@@ -56,16 +56,6 @@ def carried(start: Plan, problems: Sequence[Problem]) -> tuple[Solution, Problem
     return min(found, key=lambda pair: pair[0].judgement.cost.makespan_seconds)
 
 
-def use_of(strategy: Plan) -> str:
-    """Whether a strategy is made of what its search started from, and else why not, in words; empty where its notes do not say."""
-    for note in strategy.notes:
-        if note.startswith("found by start: "):
-            return f"used, {note.removeprefix('found by start: ')}"
-        if note.startswith("start: "):
-            return note.removeprefix("start: ")
-    return ""
-
-
 def unused(found: Solution, why: str) -> Solution:
     """What was searched, with a note on a start that it is not made of."""
     return replace(found, notes=(*found.notes, f"start: not used, {why}"))

@@ -26,7 +26,7 @@ from autoshard.run.padded import PaddedArguments
 from autoshard.run.pipeline_step import PipelineStep
 from autoshard.run.structure import KEYS
 from autoshard.strategy import Record
-from autoshard.verify import collectives_of, devices_here, dot_flops
+from autoshard.verify import collectives_of, devices_here, dot_flops, peak_bytes_of
 
 RUNS = 5  # after one that warms up; the median counts
 
@@ -75,7 +75,7 @@ class FinalistDevices:
         mesh = jax_mesh(record.mesh, self.devices)
         lowered = board.lowered(number, record.cluster["device"]["kind"], mesh)
         compiled = lowered.compile()
-        peak = _peak_bytes(compiled)
+        peak = peak_bytes_of(compiled)
         figures: dict[str, Any] = {"peak_bytes": peak}
         with suppress(CompilerError):
             text = compiled.as_text() or ""
@@ -168,12 +168,3 @@ def _median_seconds(compiled: Callable, arguments: Callable[[], tuple], donates:
         jax.block_until_ready(compiled(*given))
         found.append(time.perf_counter() - started)
     return statistics.median(found[1:])
-
-
-def _peak_bytes(compiled: jax.stages.Compiled) -> float | None:
-    """What a device holds at most, as the compiler says: XLA:CPU's own peak leaves temporaries out."""
-    memory = compiled.memory_analysis()
-    if memory is None:
-        return None
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-    return float(max(held, memory.peak_memory_in_bytes))

@@ -62,7 +62,7 @@ def fastest(
         is_choice = not any(getattr(rewrites[-1], "required", False) for rewrites in new)
         among = [chosen, *new] if is_choice else new
         # Where the first is much faster, it is soon known that the one as it is written is not; and where that is, one of more work is not.
-        ordered = sorted((*new, chosen), key=lambda rewrites: rewrites != chosen and rewrites[-1].growth > BUDGETS.least_gain)
+        ordered = sorted((*new, chosen), key=lambda rewrites: rewrites != chosen and _grows(rewrites[-1]))
         untried = [rewrites for rewrites in ordered if rewrites in among and rewrites not in found]
         for k, rewrites in enumerate(untried):
             if rewrites == chosen and any(_has_all_of(each, found, devices) for each in new):
@@ -85,7 +85,7 @@ def _has_all_of(rewrites: tuple[Rewrite, ...], found: Found, devices: int) -> bo
     A search of that program would find nothing that is faster by a gain that is worth it.
     """
     last, plan = rewrites[-1], found.get(rewrites)
-    if not isinstance(last, Padded) or not isinstance(plan, Plan) or last.most_growth(devices) > BUDGETS.least_gain:
+    if not isinstance(last, Padded) or not isinstance(plan, Plan) or most_growth(last, devices) > BUDGETS.least_gain:
         return False
     sizes = dict(plan.record.mesh.axes)
     for argument, dim, extent in last.arguments:
@@ -94,6 +94,22 @@ def _has_all_of(rewrites: tuple[Rewrite, ...], found: Found, devices: int) -> bo
         if math.prod(size for size, _ in extent) % parts:
             return True
     return False
+
+
+def _grows(rewrite: Rewrite) -> bool:
+    """Whether it adds to the step's work."""
+    return isinstance(rewrite, Padded) and sum(each.more_work for each in rewrite.dims) > BUDGETS.least_gain
+
+
+def most_growth(padded: Padded, n_devices: int) -> float:
+    """By what share of a step it is slower, at most, than the program without it in any of that one's shardings; infinity: unknown.
+
+    An operation takes no longer than in proportion to its arrays, and what divided a dimension divides its padded size, too.
+    """
+    parts = [part for each in padded.dims for part in each.extent]
+    if any(of % math.gcd(size, n_devices) for size, of in parts):
+        return math.inf
+    return math.prod(of / size for size, of in parts) - 1
 
 
 def _best(found: Found, among: list[tuple[Rewrite, ...]]) -> tuple[Rewrite, ...]:

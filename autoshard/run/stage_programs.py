@@ -1,4 +1,4 @@
-"""The lowered programs of a pipeline's stages, for compilation without running them."""
+"""The lowered programs of a step, one or those of each stage's tasks, for compilation without running them."""
 
 from __future__ import annotations
 
@@ -7,39 +7,55 @@ from dataclasses import dataclass
 
 from jax.sharding import AbstractMesh, Mesh
 
+from autoshard.cluster import Cluster
 from autoshard.explanation.explain_pipeline import schedule_as
+from autoshard.lower import abstract_mesh
 from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
 from autoshard.pipeline.schedule import pieces_in_flight
 from autoshard.pipeline.tasks import all_programs
 from autoshard.run.pipeline_step import passes_as, plan_of
-from autoshard.run.step import program_of
+from autoshard.run.step import Step, program_of
 from autoshard.strategy import Record
 from autoshard.trace import Traced
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StagePrograms:
-    """A stage's record, predicted peak, and lowered programs."""
+class LoweredPart:
+    """The lowered programs of a stage, or the one of a step without stages, with its record and predicted peak."""
 
     record: Record
     peak_bytes: float
     programs: Sequence[LoweredProgram]
 
+    @property
+    def cluster(self) -> Cluster:
+        """The devices that they run on."""
+        return Cluster.from_dict(self.record.cluster)
 
-def stage_programs(
-    fn: Callable, args: tuple, record: Record, traced: Traced | None, meshes: Sequence[Mesh | AbstractMesh], platform: str | None
-) -> Iterator[StagePrograms]:
-    """Each stage's programs, lowered; of several passes over the microbatches those of each, one after the other.
+
+def lowered_parts(
+    fn: Callable,
+    args: tuple,
+    record: Record,
+    traced: Traced | None,
+    platform: str | None,
+    meshes: Sequence[Mesh | AbstractMesh] | None = None,
+) -> Iterator[LoweredPart]:
+    """The programs of a step; of several passes over the microbatches those of each stage, one after the other.
 
     Args:
-        meshes: of the stages.
+        args: as they are stored.
         platform: as for `lowered_programs`.
+        meshes: of the stages; None: of no devices in particular.
 
     Raises:
         StrategyError: the function is not the strategy's program.
     """
-    pipeline = record.pipeline
-    assert pipeline is not None
+    if (pipeline := record.pipeline) is None:
+        lowered = Step(fn, record, None).lower(*args, platform=platform)
+        yield LoweredPart(record, record.cost.peak_bytes, [LoweredProgram("step", 1, lowered, 0.0)])
+        return
+    meshes = meshes or [abstract_mesh(stage.record.mesh) for stage in pipeline.stages]
     whole, _, _ = program_of(fn, args, record, before=traced)
     for _, staged, own in passes_as(whole, record, pipeline):
         schedule = schedule_as(record, own)
@@ -47,4 +63,4 @@ def stage_programs(
         plans = [plan_of(staged, number, own, mesh) for number, mesh in enumerate(meshes)]
         for number, programs in enumerate(all_programs(staged, plans, schedule)):
             stage, plan, saved = staged.stages[number], plans[number], own.stages[number]
-            yield StagePrograms(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, alive[number], platform))
+            yield LoweredPart(saved.record, saved.peak_bytes, lowered_programs(stage, plan, programs, n, alive[number], platform))

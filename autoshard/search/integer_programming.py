@@ -129,10 +129,11 @@ class _Run:
                 self.smallest_peak,
             )
         is_open = bound < self.best.cost.objective_seconds * (1 - self.searcher.gap) / (1 + BUDGETS.rounding)
+        late = f"integer programming's {self._given()} before its bound reached its answer: a higher limit may close the gap"
         return Solution(
             judgement=self.best,
             lower_bound_seconds=min(bound, self.best.cost.objective_seconds),
-            notes=self._late_notes() if is_open else (),
+            notes=(late,) if is_open else (),
             stats={
                 "n_variables": problem.n_variables,
                 "n_program_variables": self.n_variables,
@@ -142,9 +143,6 @@ class _Run:
             },
             hints=self.hints,
         )
-
-    def _late_notes(self) -> tuple[str]:
-        return (f"integer programming's {self._given()} before its bound reached its answer: a higher limit may close the gap",)
 
     def _first_answer(self) -> None:
         try:

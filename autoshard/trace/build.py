@@ -21,10 +21,10 @@ from autoshard.ir.scan import num_carry, num_consts
 from autoshard.primitives import is_call, is_inlined
 from autoshard.rules import kernel_of
 from autoshard.trace.implementations import closed
-from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED, Boundary, axes_of_mesh, boundaries, has_effects
+from autoshard.trace.mapped import BODY, ENTERING, LEAVING, MAPPED, Boundary, boundaries, has_effects
 from autoshard.trace.origin import Origins, calls_library
 from autoshard.trace.structure import called_with, opened, subjaxprs
-from autoshard.trace.trips import scan_trips, while_trips
+from autoshard.trace.trips import while_trips
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +161,7 @@ class _Flat:
     ) -> list[int]:
         """The numbers of a shard_map's results; the steps of its operands, its body and its results are appended to ``steps``."""
         jaxpr, consts = opened(eqn.params["jaxpr"])
-        around, self._mapped = self._mapped, axes_of_mesh(eqn)
+        around, self._mapped = self._mapped, tuple(eqn.params["mesh"].shape.items())
         inputs = [self._new(v.aval) for v in jaxpr.invars]
         for k, (boundary, whole, shard) in enumerate(zip(boundaries(eqn, True), operands, inputs, strict=True)):
             steps.append(_Step(boundary, [whole], [shard], origin, (*path, ENTERING, k), trips, mapped=self._mapped))
@@ -190,7 +190,7 @@ class _Flat:
     def _trips(self, eqn: JaxprEqn, origin: Origin) -> int:
         match eqn.primitive.name:
             case "scan":
-                return scan_trips(eqn)
+                return eqn.params["length"]
             case "while" | "cond" if runs_rarely(origin.name_stack):
                 return 0
             case "while":

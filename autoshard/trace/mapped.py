@@ -44,11 +44,6 @@ class Boundary:
     effects: frozenset[Any] = frozenset()
 
 
-def axes_of_mesh(eqn: JaxprEqn) -> Axes:
-    """The names and sizes of the axes of a shard_map's mesh."""
-    return tuple(eqn.params["mesh"].shape.items())
-
-
 def boundaries(eqn: JaxprEqn, enters: bool) -> Iterator[Boundary]:
     """What stands for the equations of a shard_map's operands, or of its results."""
     specs, atoms = (eqn.params["in_specs"], eqn.invars) if enters else (eqn.params["out_specs"], eqn.outvars)

@@ -11,11 +11,6 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from autoshard.trace.structure import opened
 
 
-def scan_trips(eqn: JaxprEqn) -> int:
-    """The length of a scan."""
-    return eqn.params["length"]
-
-
 def while_trips(eqn: JaxprEqn) -> int | None:
     """The trip count of a while loop that counts: ``i < limit``, ``i = i + step``, with literals throughout; else None."""
     (condition, _), (body, _) = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])

@@ -10,5 +10,5 @@ from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent
 from autoshard.verify.shardy_layouts import propagated
 from autoshard.verify.shardy_passes import explicit_collectives
 from autoshard.verify.slices import in_phases
-from autoshard.verify.targets import TARGETS, Target, devices_here, several_devices
+from autoshard.verify.targets import TARGETS, Target, devices_here, peak_bytes_of, several_devices
 from autoshard.verify.topology import Topology, compiled_topology, host_topology, topology_of

@@ -66,3 +66,12 @@ def several_devices() -> list[Any]:
     """Devices of this process for small programs: those of the CPU, where it has several."""
     of_cpu = devices_here("cpu")
     return of_cpu if len(of_cpu) > 1 else jax.devices()
+
+
+def peak_bytes_of(compiled: jax.stages.Compiled) -> float | None:
+    """What a device holds at most, as the compiler says, if it does: XLA:CPU's own peak leaves temporaries out."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+    return float(max(held, memory.peak_memory_in_bytes))

@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 
 import autoshard
-from autoshard.ask.verification import peak_bytes_of
 from autoshard.cluster import Cluster
 from autoshard.ir import Mesh
 from autoshard.lower import jax_mesh
 from autoshard.run.step import Step
-from autoshard.verify import Ahead, compile_ahead, topology_of
+from autoshard.verify import Ahead, compile_ahead, peak_bytes_of, topology_of
 from benchmarks.models import MODELS
 from benchmarks.single_dtype import gpt, lstm, moe, resnet, unet
 from benchmarks.unseen_models import UNSEEN
@@ -112,8 +111,7 @@ def compiled_ahead(lowered: jax.stages.Lowered, mesh: Mesh, cluster: str, cycles
 def _on_cpu(lowered: jax.stages.Lowered) -> Ahead:
     """XLA:CPU's program in the same record; on these virtual devices everything fits."""
     compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    held = float(peak_bytes_of(memory)) if memory else None
+    held = peak_bytes_of(compiled)
     return Ahead(compiled.as_text() or "", held, held or 0.0, None, True, 0.0)
 
 

@@ -105,9 +105,9 @@ def test_a_search_starts_from_a_strategy(shelf, search, run, tmp_path):
         *("search", "user_program:train_step", "--args", "user_program:example_args", "--cluster", "cpu:4", "--mesh", "data=4"),
         *("--like", NAMES[1], "--time-limit", "0.000001", "--json"),
     )
-    assert code == 0 and "carried over" in out and ": used, " in err and "All its arguments are arguments here" in err
+    assert code == 0 and "carried over" in out and "all its arguments are arguments here" in err
     code, _, err = run("search", "other:step", "--args", "other:args", "--cluster", "cpu:8", "--mesh", "data=8", "--like", NAMES[1])
-    assert code == 0 and "used, " in err and "Of its 4 arguments 3 have no place here" in err and "state['params']['down']" in err
+    assert code == 0 and "3 of its 4 arguments have no place here" in err and "state['params']['down']" in err
     assert search("--like", NAMES[0], "--frontier")[0] == 0
 
 

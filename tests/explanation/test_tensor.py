@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autoshard
 from autoshard.errors import StrategyError
-from autoshard.explanation.tensor_text import tensor_parts
+from autoshard.explanation.tensor_report import tensor_parts
 from autoshard.explanation.text import format_spec
 from autoshard.judge.evaluate import evaluate
 from autoshard.problem import Problem

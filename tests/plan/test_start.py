@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.plan.prepared import prepare
 from autoshard.plan.request import Request
-from autoshard.plan.start import carried_specs, use_of
+from autoshard.plan.start import carried_specs
 
 PARAMS = {"up": jnp.ones((96, 192)), "down": jnp.ones((192, 96))}
 X = np.ones((48, 96), np.float32)
@@ -88,15 +88,19 @@ def test_a_start_is_the_answer_where_nothing_else_is(monkeypatch):
 
 def test_a_start_that_is_not_used_says_why():
     """Since what was searched is faster, no argument is the same, or nothing of it fits."""
+
+    def said(strategy):
+        return "; ".join(note for note in strategy.notes if "start" in note)
+
     options = {"cluster": "cpu:8", "mesh": {"data": 8}}
     slow = autoshard.evaluate(train_step, PARAMS, X, in_specs={"*": P()}, **options)
-    assert "used, since with the specs of" in use_of(autoshard.search(train_step, PARAMS, X, start=slow, **options))
+    assert "start: not used, since with the specs of" in said(autoshard.search(train_step, PARAMS, X, start=slow, **options))
     other = autoshard.search(lambda w, v: jnp.tanh(w @ v), X, X.T, start=slow, **options)
-    assert use_of(other).startswith("not used, since no argument here")
+    assert "start: not used, since no argument here" in said(other)
     found = autoshard.search(train_step, PARAMS, X, **options)
     limit = {"memory_limit_bytes": 1.05 * found.cost.peak_bytes, "microbatches": None, "remat": None}
     assert found.cost.peak_bytes < 0.9 * slow.cost.peak_bytes
-    assert "must fit" in use_of(autoshard.search(train_step, PARAMS, X, start=slow, **options, **limit))
+    assert "must fit" in said(autoshard.search(train_step, PARAMS, X, start=slow, **options, **limit))
 
 
 def test_what_is_no_start_is_refused():

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import autoshard
 from autoshard.ir.rewrites import Padded, PaddedDim
 from autoshard.plan import searching
+from autoshard.plan.variants import most_growth
 
 
 def step(state, x):
@@ -42,4 +43,4 @@ def test_what_padding_contains_is_not_searched_without_it(batch, width, n, has_m
 def test_what_padding_may_cost(sizes, n_devices, most):
     """Operations take no longer than in proportion; unknown where fewer devices divide the padded size than the plain one."""
     padded = Padded((PaddedDim(0, 0, tuple(sizes)),))
-    assert padded.most_growth(n_devices) == (pytest.approx(most) if most is not None else float("inf"))
+    assert most_growth(padded, n_devices) == (pytest.approx(most) if most is not None else float("inf"))
