@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from autoshard.ask.pins import Pins
 from autoshard.errors import StrategyError
 from autoshard.explanation import explanation_of
 from autoshard.explanation.explain import StrategyReport, explain
-from autoshard.explanation.explain_pipeline import timeline_of
 from autoshard.explanation.program import Searched
 from autoshard.explanation.tensor_report import TensorReport, explain_tensor, explain_tensor_of_stages
 from autoshard.ir.naming import is_backward
@@ -56,7 +55,7 @@ class Answer(Plan):
         if tensor is None:
             if spec is not None:
                 raise StrategyError("spec= is a layout of one tensor, and none is named. Pass both: explain('up', spec=P('model')).")
-            return explain(self.record, self._judged, details, self._judged_stages)
+            return explain(self.record, self._programs, details)
         if not isinstance(tensor, str):
             raise StrategyError(f"a tensor is given by its name, got {tensor!r}. Use a path that explain() prints, such as 'layers/*/up'.")
         if spec is not None and not isinstance(spec, PartitionSpec):
@@ -69,7 +68,7 @@ class Answer(Plan):
             )
         asked = None if spec is None else tuple(spec)
         if self.record.pipeline is not None:
-            several, judged = len(self.passes) > 1, iter(self._judged_stages)
+            several, judged = len(self.passes) > 1, iter(self._programs)
             named = {
                 f"stage {k}" + f" of pass {number}" * several: (next(judged), stage._in_question())
                 for number, own in enumerate(self.passes, 1)
@@ -104,13 +103,10 @@ class Answer(Plan):
         """
         if self._traced is None:
             return report_of(self.record)
-        pipeline = self.record.pipeline
-        schedule = None if pipeline is None else timeline_of(self.record, pipeline)
-        judged, stages = self._judged_stages, []
+        pipeline, kinds = self.record.pipeline, list[Mapping[int, str]]([{}])
         if pipeline is not None:
-            programs = [stage for _, staged, _ in passes_as(self._traced, self.record, pipeline) for stage in staged.stages]
-            stages = [(one, stage_kinds(stage)) for one, stage in zip(judged, programs, strict=True)]
-        return report(self.record, explanation_of(self.record, self._judged, judged), self._judged, schedule, stages)
+            kinds = [stage_kinds(stage) for _, staged, _ in passes_as(self._traced, self.record, pipeline) for stage in staged.stages]
+        return report(self.record, explanation_of(self.record, self._programs), list(zip(self._programs, kinds, strict=True)))
 
     @outside_mesh(keep_auto=True)
     def pins(self, fn: Callable[..., Any], *args: Any, budget_seconds: float = 30.0, progress: Progress = silent) -> Pins:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from autoshard.plan.request import Request
 from autoshard.progress import Progress
 from autoshard.run.diloco import DiLoCo, OuterState
 from autoshard.run.outer_step import OuterStep, is_copied
-from autoshard.run.step import Positional, call_type, platform_options, several
+from autoshard.run.step import call_type, platform_options
 from autoshard.trace import function_name, held
 
 RUNNING = ("devices", "compiler_options", "bucket_bytes")
@@ -32,16 +31,10 @@ class LooselyCoupled(SearchedAtCall):
     """
 
     def __init__(self, fn: Callable, request: Request, progress: Progress | bool, running: Mapping[str, Any], outer: DiLoCo | str):
-        """``running`` has the options of `Strategy.apply`."""
-        functools.update_wrapper(self, fn, updated=())
         if wrong := [name for name, value in running.items() if value is not None and name not in RUNNING]:
             raise ShardingError(f"of the ways to run a step one with outer= takes {', '.join(RUNNING)}, got {wrong[0]}=. Leave it out.")
-        self._fn, self._request, self._progress, self._running = fn, checked(request), progress, running
+        super().__init__(fn, checked(request), progress, running)
         self._diloco = DiLoCo.of(outer)
-        self._ordered = Positional(fn)
-        self.donate_argnums: tuple[int, ...] = several(request.donate_argnums)
-        self._found: dict[Any, _Found] = {}
-        self._latest: Strategy | None = None
 
     def search(self, *args: Any, **kwargs: Any) -> Strategy:
         """The strategy for arguments like these, arrays or abstract, with a batch for all slices; devices are not needed."""

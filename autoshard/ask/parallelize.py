@@ -29,7 +29,7 @@ from autoshard.rewrite import Padding
 from autoshard.run.calls import UNLIKE, is_traced
 from autoshard.run.diloco import DiLoCo
 from autoshard.run.padded import PaddedArguments
-from autoshard.run.step import Positional, Sharded, Step, call_type, plain, several
+from autoshard.run.step import Sharded, Step, call_type, plain
 from autoshard.search import Searcher
 from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options
@@ -43,15 +43,7 @@ class Parallelized(SearchedAtCall):
     """
 
     def __init__(self, fn: Callable[..., Any], request: Request, progress: Progress | bool, running: Mapping[str, Any]):
-        """``running`` has the options of `Strategy.apply`."""
-        functools.update_wrapper(self, fn, updated=())
-        self._fn = fn
-        self._ordered = Positional(fn)
-        self._request, self._progress = request, progress
-        self.donate_argnums: tuple[int, ...] = several(request.donate_argnums)
-        self._running = running
-        self._found: dict[Any, _Found] = {}
-        self._latest: Strategy | None = None
+        super().__init__(fn, request, progress, running)
         self._step: Step | None = None  # of the latest call
         self._by_names: dict[Any, Parallelized] = {}
 

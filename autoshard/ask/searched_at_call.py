@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoshard.ask.strategy import Strategy
 from autoshard.errors import StrategyError
-from autoshard.run.step import Sharded
+from autoshard.plan.request import Request
+from autoshard.progress import Progress
+from autoshard.run.step import Positional, Sharded, several
 from autoshard.trace import function_name
 
 
 class SearchedAtCall(Sharded):
     """A function that is searched for at its first call, and then runs sharded."""
 
-    _fn: Callable[..., Any]
-    _latest: Strategy | None
+    def __init__(self, fn: Callable[..., Any], request: Request, progress: Progress | bool, running: Mapping[str, Any]):
+        """``running`` has the options of `Strategy.apply`."""
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._ordered = fn, Positional(fn)
+        self._request, self._progress, self._running = request, progress, running
+        self.donate_argnums: tuple[int, ...] = several(request.donate_argnums)
+        self._found: dict[Any, Any] = {}  # by the type of a call what was found for it
+        self._latest: Strategy | None = None
 
     @property
     def strategy(self) -> Strategy:

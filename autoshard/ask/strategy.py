@@ -22,14 +22,13 @@ from autoshard.data import DataShard
 from autoshard.errors import StrategyError
 from autoshard.explanation.difference import difference_of
 from autoshard.explanation.difference_text import difference_parts
-from autoshard.lower import jax_mesh
 from autoshard.plan.plan import Plan
 from autoshard.plan.user_pins import Pins as WantedPins
 from autoshard.run.data import DataIterator, data_iterator
 from autoshard.run.feeding import Matching
-from autoshard.run.leaf_shardings import leaf_shardings, pipeline_meshes, strategy_mesh
+from autoshard.run.leaf_shardings import leaf_shardings, step_meshes, strategy_mesh
 from autoshard.run.padded import PaddedArguments
-from autoshard.run.pipeline_step import PipelineStep
+from autoshard.run.pipeline_step import step_of
 from autoshard.run.placing import apart, check_equal, put, sharded_leaves
 from autoshard.run.recorded import lasting
 from autoshard.run.step import Step, check_alive, platform_options
@@ -176,17 +175,13 @@ class Strategy(Answer):
             StrategyError: the lowering is unknown, ``fn`` is no function, ``save_graphs`` no path, or the bytes are negative; at the first
                 call, where ``fn`` is not the program the strategy is for.
         """
-        if self.record.pipeline is not None:
-            meshes = pipeline_meshes(self.record, devices)
-            options = {**platform_options(meshes[0].devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
-            return PipelineStep(fn, self.record, meshes, lowering, self._traced, options, save_graphs)
-        mesh = jax_mesh(self.record.mesh, devices)
-        options = {**platform_options(mesh.devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
-        return Step(fn, self.record, mesh, lowering, self._traced, options, save_graphs)
+        meshes = step_meshes(self.record, devices)
+        options = {**platform_options(meshes[0].devices.flat[0].platform, bucket_bytes), **(compiler_options or {})}
+        return step_of(fn, self.record, meshes, lowering, self._traced, options, save_graphs)
 
     def lowerable(self, fn: Callable[..., Any]) -> Step:
         """``fn``, to be lowered for no devices in particular: it is never run."""
-        return Step(fn, self.record, None) if self.record.pipeline is None else PipelineStep(fn, self.record, ())
+        return step_of(fn, self.record, ())
 
     def shard(self, *args: Any, devices: Sequence[Any] | None = None) -> tuple[Any, ...]:
         """The arguments, all or the first few, put where the strategy wants them; a tuple. NNX objects are moved in place.

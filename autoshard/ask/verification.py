@@ -20,7 +20,7 @@ from autoshard.ir import Collective, Mesh, as_compiled
 from autoshard.lower import jax_mesh
 from autoshard.lower.opaque import ANY_PLATFORM
 from autoshard.progress import Progress, silent
-from autoshard.run.leaf_shardings import pipeline_meshes
+from autoshard.run.leaf_shardings import step_meshes
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.saved_graphs import save_text
 from autoshard.run.stage_programs import lowered_parts
@@ -170,7 +170,7 @@ def _verified_stages(
     assert record.pipeline is not None
     devices = devices_here(target) if against.here else []
     ahead = against.ahead and len(devices) < record.mesh.size
-    meshes = pipeline_meshes(record, devices) if against.here and not ahead else None
+    meshes = step_meshes(record, devices) if against.here and not ahead else None
     platform = _topology(record, target).platform if ahead else None if against.here else ANY_PLATFORM
 
     def actual(lowered: jax.stages.Lowered, own: Record) -> _Actual:

@@ -256,7 +256,7 @@ def _groups(old: Record, new: Record, pairs: Sequence[tuple[int, int]]) -> list[
     found: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for ours, theirs in pairs:
         key = tuple(
-            (each.arguments[k].shape, each.arguments[k].dtype, each.arguments[k].spec, each.pipeline and each.pipeline.argument_stages[k])
+            (each.arguments[k].shape, each.arguments[k].dtype, each.arguments[k].spec, each.argument_places[k])
             for each, k in ((old, ours), (new, theirs))
         )
         found.setdefault(key, []).append((ours, theirs))

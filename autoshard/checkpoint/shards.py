@@ -55,15 +55,12 @@ class Shards:
 
 def _places(record: Record, leaf: int) -> tuple[tuple[str, ...], np.ndarray]:
     """The mesh axes of a leaf's mesh, and its devices by their numbers in the cluster."""
-    pipeline = record.pipeline
-    if pipeline is None:
-        return record.mesh.all_names, device_numbers(record.mesh)
-    stages = [stage.record.mesh for stage in pipeline.stages[: pipeline.n_parts]]
+    stages = record.part_meshes
     firsts = np.cumsum([0, *(mesh.size for mesh in stages)])
     numbers = [device_numbers(mesh) + first for mesh, first in zip(stages, firsts, strict=False)]
-    place = pipeline.argument_stages[leaf]
+    place = record.argument_places[leaf]
     if place != BY_ROWS:
-        part = place % pipeline.n_parts
+        part = place % len(stages)
         return stages[part].all_names, numbers[part]
     own = tuple(name for name in stages[0].all_names if name != STAGE_AXIS)
     return (STAGE_AXIS, *own), np.stack(numbers).reshape(len(stages), *(dict(stages[0].shape)[name] for name in own))

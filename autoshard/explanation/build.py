@@ -18,30 +18,29 @@ from autoshard.strategy import PipelineRecord, Record, TensorRecord
 ROUNDING = 1e-9  # of figures that are sums, in another order perhaps
 
 
-def explanation_of(record: Record, judged: Judged | None = None, stages: Sequence[Judged] = ()) -> Explanation:
+def explanation_of(record: Record, programs: Sequence[Judged] = ()) -> Explanation:
     """The explanation of a strategy.
 
     Args:
         record: the strategy's.
-        judged: its program; None where only the record is at hand, which may keep the explanation, and for pipelines, whose stages have
-            programs of their own.
-        stages: of a pipeline these programs, in their order, pass by pass, where they are at hand.
+        programs: its program, or those of a pipeline's stages in their order, pass by pass; () where only the record is at hand, which may
+            keep the explanation.
     """
-    if judged is None and not stages and record.report:
+    if not programs and record.report:
         return replace(unpacked(record.report)[0], notes=record.assumptions)
-    found = _built(record, judged, stages)
+    found = _built(record, programs)
     return replace(found, sentences=sentences(found))
 
 
-def _built(record: Record, judged: Judged | None, stages: Sequence[Judged]) -> Explanation:
+def _built(record: Record, programs: Sequence[Judged]) -> Explanation:
     """The explanation without its sentences."""
     cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
-    judged, parts = None if pipeline is not None else judged, None if pipeline is None else stages_of(record, pipeline)
-    own = [judged] if judged is not None else []
-    if stages and pipeline and parts:
-        left = iter(stages)
+    own, parts = programs, None if pipeline is None else stages_of(record, pipeline)
+    if programs and pipeline and parts:
+        left = iter(programs)
         of_passes = [[next(left) for _ in each.stages] for each in pipeline.passes]
         own = [found[k] for each, found in zip(pipeline.passes, of_passes, strict=True) for k in each.stages_of(parts.busiest)]
+    judged = own[0] if own and pipeline is None else None
     records = [(each.record, each) for each in own] or [(record, None)]
     activations = () if judged is None else activation_groups(judged)
     return Explanation(

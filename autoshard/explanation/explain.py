@@ -50,16 +50,15 @@ class StrategyReport(Report):
         return to_json(self.data)
 
 
-def explain(record: Record, judged: Judged | None = None, details: bool = False, stages: Sequence[Judged] = ()) -> StrategyReport:
+def explain(record: Record, programs: Sequence[Judged] = (), details: bool = False) -> StrategyReport:
     """The report on a strategy: a terminal and a notebook show it.
 
     Args:
         record: the strategy's.
-        judged: its program, where that is at hand.
+        programs: its program, or those of its stages, where they are at hand.
         details: whether to add pictures of shards, results, the proof of optimality, and what the searcher did.
-        stages: of a pipeline the programs of its stages, where they are at hand.
     """
-    cluster, data = Cluster.from_dict(record.cluster), explanation_of(record, judged, stages)
+    cluster, data = Cluster.from_dict(record.cluster), explanation_of(record, programs)
     parts = [
         Paragraph("\n".join(data.sentences)),
         *_headline(record, cluster),

@@ -158,9 +158,9 @@ class Plan:
         return self.record.assumptions
 
     @property
-    def _judged_stages(self) -> list[Judged]:
-        """The judged programs of a pipeline's stages, as in `stages`; none of a strategy from a file, nor of one without stages."""
-        return [stage._judged for stage in self.stages if stage._judged is not None]
+    def _programs(self) -> list[Judged]:
+        """The judged program, or those of a pipeline's stages, as in `stages`; none of a strategy from a file."""
+        return [each._judged for each in (self.stages or (self,)) if each._judged is not None]
 
     @cached_property
     def _judged(self) -> Judged | None:

@@ -21,7 +21,7 @@ from autoshard.lower import jax_mesh
 from autoshard.pipeline.sending import absent, is_here
 from autoshard.plan.agreement import everyones
 from autoshard.plan.finalists import Board
-from autoshard.run.leaf_shardings import pipeline_meshes
+from autoshard.run.leaf_shardings import step_meshes
 from autoshard.run.padded import PaddedArguments
 from autoshard.run.pipeline_step import PipelineStep
 from autoshard.run.structure import KEYS
@@ -91,7 +91,7 @@ class FinalistDevices:
         """What times a pipeline, whose programs are compiled in the run that warms up."""
         strategy = board.strategies[number]
         record = strategy.record
-        step = PipelineStep(board.fn, record, pipeline_meshes(record, self.devices), traced=strategy._traced)
+        step = PipelineStep(board.fn, record, step_meshes(record, self.devices), traced=strategy._traced)
         program, _ = step.program(*PaddedArguments(record).as_stored(board.args))
 
         def zeros() -> tuple:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from autoshard.errors import StrategyError
-from autoshard.explanation import Explanation, Judged, explanation_of
+from autoshard.explanation import Explanation, explanation_of
 from autoshard.explanation.explain_pipeline import timeline_of
 from autoshard.explanation.stored import packed
-from autoshard.pipeline.simulation import Timeline
-from autoshard.report.data import Content, InStage, content_of, to_data
+from autoshard.report.data import Content, Programs, content_of, to_data
 from autoshard.report.page import framed, page
 from autoshard.report.trace import Drawn, Inside, pipeline_trace, step_trace
 from autoshard.strategy import Record
@@ -49,7 +48,7 @@ class HtmlReport:
             StrategyError: the program of the strategy is not at hand.
         """
         content, title = self.content, self.content.explanation.title
-        if content.schedule is not None:
+        if content.record.pipeline is not None:
             return pipeline_trace(list(_passes(content)), title)
         if content.step is None:
             raise StrategyError(
@@ -100,26 +99,18 @@ def _write(path: str | os.PathLike[str], text: str) -> None:
         raise StrategyError(f"a report is written to a file, and '{path}' cannot be: {error.strerror}. Choose another path.") from None
 
 
-def report(
-    record: Record,
-    explanation: Explanation,
-    judged: Judged | None = None,
-    schedule: Timeline | None = None,
-    stages: Sequence[InStage] = (),
-) -> HtmlReport:
+def report(record: Record, explanation: Explanation, programs: Programs = ()) -> HtmlReport:
     """The report on a strategy.
 
     Args:
         record: the strategy's.
         explanation: of it.
-        judged: its program; None where only the record is at hand: the page is the one that its file keeps, or says what it lacks.
-        schedule: the simulated schedule of a pipeline.
-        stages: the programs of its stages, if they are at hand, each with the kinds of tasks that run its operations.
+        programs: its program, or those of its stages; () where only the record is at hand: the page is the one that its file keeps, or says
+            what it lacks.
     """
-    return HtmlReport(content_of(record, explanation, judged, schedule, stages))
+    return HtmlReport(content_of(record, explanation, programs))
 
 
 def report_of(record: Record) -> HtmlReport:
     """The report on a strategy from its file alone."""
-    schedule = None if record.pipeline is None else timeline_of(record, record.pipeline)
-    return report(record, explanation_of(record), schedule=schedule)
+    return report(record, explanation_of(record))

@@ -17,7 +17,6 @@ from autoshard.explanation.groups import argument_groups, state_positions
 from autoshard.explanation.stored import unpacked
 from autoshard.ir import entry_axes
 from autoshard.ir.words import spec_words
-from autoshard.pipeline.simulation import Timeline
 from autoshard.pipeline.waiting import waits
 from autoshard.report.devices import devices_of, devices_of_stages
 from autoshard.report.memory import GROUPS, MemoryCurve, memory_curve
@@ -35,7 +34,6 @@ class Content:
         explanation: its sentences and tables.
         step: the events of a step; None where the program is not at hand.
         memory, program: as `step`.
-        schedule: of a pipeline's stages; None where there are none.
         stages: what is inside each stage of a pipeline, whose programs are at hand, pass by pass over the microbatches.
         page: the data of its page, where a file kept it; None: made of the rest.
     """
@@ -45,28 +43,23 @@ class Content:
     step: Loop | None = None
     memory: MemoryCurve | None = None
     program: Node | None = None
-    schedule: Timeline | None = None
     stages: tuple[Content, ...] = ()
     page: Mapping[str, Any] | None = None
 
 
-InStage = tuple[Judged, Mapping[int, str]]
-"""The program of a pipeline's stage, and by operation the kind of task that runs it."""
+Programs = Sequence[tuple[Judged, Mapping[int, str]]]
+"""The program of a step, or those of a pipeline's stages, each with the kind of task that runs an operation of it, if one does."""
 
 
-def content_of(
-    record: Record, explanation: Explanation, judged: Judged | None, schedule: Timeline | None, stages: Sequence[InStage] = ()
-) -> Content:
-    """What a report on a strategy is made of; the program is not known of a loaded record, and of a pipeline each stage has its own."""
-    if judged is None and not stages and record.report:
-        return _stored(record, explanation, schedule, {**unpacked(record.report)[1], "notes": list(record.assumptions)})
-    if judged is None or record.pipeline is not None:
-        inside = tuple(_content(stage.record, explanation, stage, kinds) for stage, kinds in stages)
-        return Content(record, explanation, schedule=schedule, stages=inside)
-    return _content(record, explanation, judged, {})
+def content_of(record: Record, explanation: Explanation, programs: Programs = ()) -> Content:
+    """What a report on a strategy is made of; of a loaded record, whose programs are not known, what its file keeps."""
+    if not programs and record.report:
+        return _stored(record, explanation, {**unpacked(record.report)[1], "notes": list(record.assumptions)})
+    inside = tuple(Content(each.record, explanation, timeline(each, kinds), memory_curve(each), program(each)) for each, kinds in programs)
+    return inside[0] if inside and record.pipeline is None else Content(record, explanation, stages=inside)
 
 
-def _stored(record: Record, explanation: Explanation, schedule: Timeline | None, page: Mapping[str, Any]) -> Content:
+def _stored(record: Record, explanation: Explanation, page: Mapping[str, Any]) -> Content:
     """What a report is made of whose page a file kept, with its events, of which a trace is made."""
 
     def steps(inside: Mapping[str, Any]) -> Loop | None:
@@ -75,11 +68,7 @@ def _stored(record: Record, explanation: Explanation, schedule: Timeline | None,
     saved = () if record.pipeline is None else [stage for own in record.pipeline.passes for stage in own.stages]
     parts = zip(saved[-len(page["stages"]) :], page["stages"], strict=False)  # of the last pass alone in files of earlier versions
     stages = tuple(Content(stage.record, explanation, steps(inside)) for stage, inside in parts)
-    return Content(record, explanation, steps(page), schedule=schedule, stages=stages, page=page)
-
-
-def _content(record: Record, explanation: Explanation, judged: Judged, kinds: Mapping[int, str]) -> Content:
-    return Content(record, explanation, timeline(judged, kinds), memory_curve(judged), program(judged))
+    return Content(record, explanation, steps(page), stages=stages, page=page)
 
 
 def to_data(content: Content) -> dict[str, Any]:
@@ -106,7 +95,7 @@ def to_data(content: Content) -> dict[str, Any]:
         "lines": _places(found.lines),
         "stages": [_inside(stage, found, texts) for stage in content.stages],
         "busiest": None if found.stages is None else found.stages.busiest_words,
-        "schedule": None if content.schedule is None else _schedules(content.schedule, record, record.pipeline),
+        "schedule": None if record.pipeline is None else _schedules(record, record.pipeline),
     }
     return data | {"texts": texts.all}
 
@@ -210,11 +199,8 @@ def _memory(curve: MemoryCurve, found: Explanation, texts: Texts) -> dict[str, A
 
 
 def _mesh(record: Record) -> dict[str, Any] | None:
-    cluster, pipeline = Cluster.from_dict(record.cluster), record.pipeline
-    if pipeline is None:
-        found = devices_of(cluster, record.mesh)
-    else:
-        found = devices_of_stages(cluster, record.mesh, [stage.record.mesh for stage in pipeline.stages[: pipeline.n_parts]])
+    cluster, meshes = Cluster.from_dict(record.cluster), record.part_meshes
+    found = devices_of(cluster, record.mesh) if record.pipeline is None else devices_of_stages(cluster, record.mesh, meshes)
     return found and {
         "wiring": found.wiring,
         "dimensions": list(found.dimensions),
@@ -272,15 +258,15 @@ def _graph(node: Node, texts: Texts) -> dict[str, Any]:
     return {key: value for key, value in whole.items() if value or key == "n"}
 
 
-def _schedules(timeline: Timeline, record: Record, pipeline: PipelineRecord | None) -> dict[str, Any]:
+def _schedules(record: Record, pipeline: PipelineRecord) -> dict[str, Any]:
     """A pipeline's schedule, with those of earlier passes over the microbatches where there are some."""
-    assert pipeline is not None, "only pipelines have schedules"
-    earlier = [_schedule(timeline_of(record, own), record, own) for own in pipeline.earlier]
-    return _schedule(timeline, record, pipeline) | ({"earlier": earlier} if earlier else {})
+    earlier = [_schedule(record, own) for own in pipeline.earlier]
+    return _schedule(record, pipeline) | ({"earlier": earlier} if earlier else {})
 
 
-def _schedule(timeline: Timeline, record: Record, pipeline: PipelineRecord) -> dict[str, Any]:
+def _schedule(record: Record, pipeline: PipelineRecord) -> dict[str, Any]:
     """The schedule of one pass: per stage its tasks, and what they need of memory."""
+    timeline = timeline_of(record, pipeline)
     return {
         "name": timeline.schedule.name,
         "n_microbatches": timeline.schedule.n_microbatches,

@@ -141,6 +141,16 @@ class PipelineStep(Step):
         return Program(traced, step, in_shardings, is_state)
 
 
+def step_of(fn: Callable[..., Any], record: Record, meshes: Sequence[Mesh], *how: Any) -> Step:
+    """``fn`` as a record says: as one program, or as a pipeline.
+
+    Args:
+        meshes: as `autoshard.run.leaf_shardings.step_meshes` has them; () where it is never run.
+        how: further arguments as for `Step`.
+    """
+    return PipelineStep(fn, record, meshes, *how) if record.pipeline is not None else Step(fn, record, next(iter(meshes), None), *how)
+
+
 def plan_of(staged: Staged, number: int, pipeline: PipelineRecord, mesh: Mesh | AbstractMesh) -> StagePlan:
     """What a record has of a stage, on a mesh.
 

@@ -327,6 +327,17 @@ class Record:
         return Assignment(self.mesh, self.choices, self.layouts, self.copies, self.ahead, self.windows)
 
     @property
+    def part_meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of each part of the devices: that of the stages there, or the one of a step without stages."""
+        found = self.pipeline
+        return (self.mesh,) if found is None else tuple(stage.record.mesh for stage in found.stages[: found.n_parts])
+
+    @property
+    def argument_places(self) -> tuple[int, ...]:
+        """Per argument leaf the stage that has it between steps, or `BY_ROWS`; 0 without stages."""
+        return (0,) * len(self.arguments) if self.pipeline is None else self.pipeline.argument_stages
+
+    @property
     def memory_limit_bytes(self) -> float | None:
         """The memory limit that the search was given; None: that of the cluster."""
         return self.stats.get("memory_limit_bytes")
