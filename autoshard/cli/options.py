@@ -94,9 +94,7 @@ def add_saved(parser: argparse.ArgumentParser) -> None:
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Which program, with which arguments, on which cluster, and where the strategy goes."""
     add_function(parser)
-    parser.add_argument(
-        "--cluster", metavar="CLUSTER", required=True, help=OPTIONS["cluster"].help
-    )
+    parser.add_argument("--cluster", metavar="CLUSTER", required=True, help=OPTIONS["cluster"].help)
     parser.add_argument(
         "--donate",
         dest="donate_argnums",

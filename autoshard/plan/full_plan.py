@@ -150,9 +150,7 @@ class _Searching:
         """The least step time, in seconds."""
         return min([self.known.makespan_seconds, *(each.cost.makespan_seconds for each, *_ in self.found)])
 
-    def keep(
-        self, search: Callable[[float | None], Sequence[Plan]], most: float = math.inf, computing_seconds: float = math.inf
-    ) -> bool:
+    def keep(self, search: Callable[[float | None], Sequence[Plan]], most: float = math.inf, computing_seconds: float = math.inf) -> bool:
         """Whether a search in the seconds that are left, ``most`` at most, finds anything, which is kept.
 
         Args:

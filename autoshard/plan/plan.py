@@ -200,7 +200,6 @@ class Plan:
         return type(self)(record, self._traced, self._pins, self._call, self._known, passes)
 
 
-
 def named_as_strategies(cls: type[Any]) -> type[Any]:
     """The class, with methods that Python's own errors name by the class that users know."""
     for method in vars(cls).values():

@@ -161,9 +161,7 @@ class Planner:
         staged = replace(self.staged, stages=tuple(stages))
         return FoundPipeline(staged, self.asked.schedule, self.asked.n_parts, self.placement, tuple(found), mesh, self.asked.limit)
 
-    def _fitting(
-        self, k: int, mesh: Mesh | None, known: Mapping[tuple[Any, ...], Layout], progress: Progress
-    ) -> tuple[Stage, FoundStage]:
+    def _fitting(self, k: int, mesh: Mesh | None, known: Mapping[tuple[Any, ...], Layout], progress: Progress) -> tuple[Stage, FoundStage]:
         """A stage as it is, or with its optimizer state on hosts where it does not fit otherwise.
 
         Args:

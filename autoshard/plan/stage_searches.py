@@ -232,9 +232,7 @@ class _StageSearches:
             known.append((mesh, fixed, solution))
         return prepared.plan(problem.mesh, prepared.overlapped([solution], problem)[0], self.searcher), problem
 
-    def _solved(
-        self, prepared: Prepared, start: Plan | None, limit: float, progress: Progress, n_left: int
-    ) -> tuple[Solution, Problem]:
+    def _solved(self, prepared: Prepared, start: Plan | None, limit: float, progress: Progress, n_left: int) -> tuple[Solution, Problem]:
         """The best solution of a stage's program in its share of the time, by the last resort where nothing else finds one."""
         started, until = time.perf_counter(), self.until
         left = None if until is None else max(0.0, until - started) / n_left
@@ -270,9 +268,7 @@ class _StageSearches:
         return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.passes)
 
 
-def _answers(
-    had: Mesh | None, before: Mapping[int, Layout], found: Assignment, mesh: Mesh | None, fixed: Mapping[int, Layout]
-) -> bool:
+def _answers(had: Mesh | None, before: Mapping[int, Layout], found: Assignment, mesh: Mesh | None, fixed: Mapping[int, Layout]) -> bool:
     """Whether the best assignment on a mesh, or any, and with some layouts fixed, is the best one on another mesh, with other
     layouts fixed.
 

@@ -86,7 +86,6 @@ class FinalistDevices:
             return None, figures
         return partial(_median_seconds, compiled, _zeros(lowered, record, mesh), bool(record.donate_argnums)), figures
 
-
     def _pipeline(self, board: Board, number: int) -> Callable[[Callable[[], None]], float]:
         """What times a pipeline, whose programs are compiled in the run that warms up."""
         strategy = board.strategies[number]

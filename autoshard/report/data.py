@@ -284,9 +284,7 @@ def _schedule(record: Record, pipeline: PipelineRecord) -> dict[str, Any]:
             }
             for spans in timeline.spans
         ],
-        "waits": [
-            [wait.stage, _ns(wait.start_seconds), _ns(wait.seconds), str(wait)] for wait in waits(timeline, pieces_of(pipeline))
-        ],
+        "waits": [[wait.stage, _ns(wait.start_seconds), _ns(wait.seconds), str(wait)] for wait in waits(timeline, pieces_of(pipeline))],
         "pieces": [
             [str(stage.record.mesh), stage.record.mesh.size, stage.forward_seconds, stage.backward_seconds + stage.weights_seconds]
             + [stage.after_seconds, max(stage.send_seconds, stage.send_back_seconds), stage.residual_bytes, stage.peak_bytes]

@@ -187,4 +187,3 @@ def _staged_as(own: Pass, record: Record, pipeline: PipelineRecord) -> Staged:
     rows = pipeline.rows if own.traced.gathers is not None else rows
     staged = stages_of(own.traced, n, record.program.microbatches, Cut(n, pipeline.cut), rows)
     return with_state_on_hosts(staged, [place for place, k in enumerate(own.operands) if k in record.program.offload])
-

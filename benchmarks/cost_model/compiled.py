@@ -118,4 +118,3 @@ def _on_cpu(lowered: jax.stages.Lowered) -> Ahead:
 def kept_ahead(record: dict[str, Any]) -> Ahead:
     """What a compiler made of a program, from JSON."""
     return Ahead(**record | {"alive": tuple((name, nbytes) for name, nbytes in record.get("alive", ()))})
-
