@@ -37,8 +37,7 @@ from autoshard.render import Report, Table, format_bytes, format_seconds
 from autoshard.rewrite import applied, rewritten
 from autoshard.rules import rules_of
 from autoshard.trace import Traced, trace
-from autoshard.verify import compile_ahead, topology_of
-from autoshard.verify.flops import dot_flops, scheduled_cycles
+from autoshard.verify import compile_ahead, compiled_kernels, dot_flops, topology_of
 from benchmarks.models import Program, bert, encoder_decoder, gpt, llama, lstm, mlp, moe, resnet, unet, vit
 
 SUMMARY = "Is recomputation never worse than the better of none and jax.checkpoint around each layer by hand, when it is compiled?"
@@ -149,7 +148,8 @@ def _compiled(name: str, how: str, program: Traced, cluster: Cluster, cycles: bo
     ahead = compile_ahead(lowered, Mesh.of({"data": 1}), topology_of(cluster), cycles)
     if ahead.peak_bytes is None:
         return Compiled(name, how, ahead.needed_bytes)
-    return Compiled(name, how, ahead.peak_bytes, dot_flops(ahead.hlo).total, scheduled_cycles(ahead.hlo) if cycles else 0.0)
+    scheduled = sum(each.runs * (each.cycles or 0) for each in compiled_kernels(ahead.hlo)) if cycles else 0
+    return Compiled(name, how, ahead.peak_bytes, dot_flops(ahead.hlo).total, float(scheduled))
 
 
 def _choices(make: Callable[..., Program], cluster: Cluster, cycles: bool) -> Iterator[Compiled]:

@@ -4,7 +4,7 @@ from autoshard.verify.aot import COMPILERS, Ahead, AheadCompiler, Compilation, O
 from autoshard.verify.attribution import NO_OP, Clock, CompiledKernel, bytes_by_op, compiled_kernels, seconds_by_op
 from autoshard.verify.buffers import Buffers, read_buffers
 from autoshard.verify.compare import Row, compare
-from autoshard.verify.flops import Flops, dot_flops, scheduled_cycles
+from autoshard.verify.flops import Flops, dot_flops
 from autoshard.verify.hlo import collectives_of
 from autoshard.verify.schedule import corrected_seconds, scheduled_seconds, sent_seconds
 from autoshard.verify.shardy_layouts import propagated

@@ -63,30 +63,10 @@ def dot_flops(hlo_text: str) -> Flops:
     return Flops(sum(flops for flops, _ in counted), sum(flops for flops, again in counted if again))
 
 
-def scheduled_cycles(hlo_text: str) -> float:
-    """The cycles that the TPU compiler estimates for a module's instructions one after the other, loop trips counted.
-
-    The text is that after code generation. Each fusion counts as a whole; collectives, copies between memories and instructions without
-    an estimate count nothing.
-    """
-    module = Module(hlo_text)
-    return float(_cycles(module, module.entry))
-
-
 def cycles_of(instruction: Instruction) -> int | None:
     """The cycles that the TPU compiler estimates for an instruction, 0 where they are marked unknown; None where it has no annotation."""
     found = _CYCLES.search(instruction.rest)
     return int(found[1]) % _UNKNOWN_CYCLES if found else None
-
-
-def _cycles(module: Module, name: str) -> int:
-    total = 0
-    for instruction in module.computations.get(name, Computation()).values():
-        if (cycles := cycles_of(instruction)) is not None:
-            total += cycles
-        elif instruction.opcode != "fusion":
-            total += sum(times * _cycles(module, callee) for callee, times in module.called(instruction))
-    return total
 
 
 def _flops(module: Module, name: str, count: int, again: bool) -> Iterator[tuple[float, bool]]:

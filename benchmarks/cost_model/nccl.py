@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from autoshard.cluster import Cluster
 from autoshard.cost.collectives import Communication
 from autoshard.ir import Mesh
-from autoshard.probe.fit import fit_line
 from autoshard.render import Heading, Paragraph, Part, Table, format_bytes
 from benchmarks.cost_model.findings import Findings, Target
 
@@ -101,6 +102,28 @@ def errors(gpus: int, samples: Sequence[Sample]) -> list[float]:
     """Relative errors of the prediction from the catalogue."""
     model = Communication(Cluster.parse(f"a100:{gpus}").links(Mesh((("all", gpus),))))
     return [model.seconds("all_reduce", float(nbytes), (0,)) / seconds - 1 for nbytes, seconds in samples]
+
+
+def fit_line(nbytes: Sequence[float] | np.ndarray, seconds: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Latency in seconds and bandwidth in bytes per second of times that grow with size: ``seconds = latency + bytes / bandwidth``.
+
+    Both are at least zero, and minimise the squares of the relative error, so that short times count as much as long ones. The bandwidth
+    is infinite where times do not grow.
+
+    >>> fit_line([1e6, 1e9], [2e-5, 1.001e-2])
+    (1e-05, 100000000000.0)
+
+    Raises:
+        ValueError: fewer than two sizes, or a time that is not positive.
+    """
+    from scipy.optimize import nnls
+
+    x, y = np.asarray(nbytes, float), np.asarray(seconds, float)
+    if x.shape != y.shape or x.ndim != 1 or len(set(x)) < 2 or not np.all(y > 0) or not np.all(np.isfinite(y)):
+        raise ValueError(f"a line is fitted to positive times of two or more sizes, got {len(x)} sizes and {len(y)} times.")
+    scale = x.max()  # keeps both columns near one
+    (latency, slope), _ = nnls(np.stack([1 / y, x / scale / y], axis=1) * y.min(), np.full_like(y, y.min()))
+    return float(f"{latency:.12g}"), float(f"{scale / slope:.12g}") if slope else float("inf")
 
 
 def fitted_errors(samples: Sequence[Sample]) -> list[float]:

@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 from autoshard.cluster import Cluster
-from autoshard.probe import fit, fit_cluster, fit_line
+from autoshard.probe import fit_cluster
 from autoshard.probe.fit import constant, with_constant
 from autoshard.probe.programs import COLLECTIVES, ELEMENTWISE, CollectiveProgram, elementwise, matrix_product
+from benchmarks.cost_model import nccl
+from benchmarks.cost_model.nccl import fit_line
 
 SIZES = 2.0 ** np.arange(12, 30)
 
 
 def test_examples():
     """The examples in the docstrings hold."""
-    assert doctest.testmod(fit).failed == 0
+    assert doctest.testmod(nccl).failed == 0
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(40e-6, 189e9), (0.0, 1e9), (1e-3, 5e12)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import CompilerError
-from autoshard.verify import dot_flops, scheduled_cycles
+from autoshard.verify import compiled_kernels, dot_flops
 
 BF16 = jnp.bfloat16
 
@@ -103,8 +103,8 @@ backend_config={"estimated_cycles":"1234"}"""
     once, again = (dot_flops(module(entry.replace("NAME", name), fused)) for name in ("fusion.2", "fusion.2.remat"))
     assert (once.total, once.rematerialised) == (product, 0.0)
     assert (again.total, again.rematerialised) == (product, product)
-    assert scheduled_cycles(module(entry, fused)) == 1234.0
-    assert scheduled_cycles(module(entry.replace("1234", str(2**63 - 1)), fused)) == 0.0  # what the compiler has no estimate for
+    cycles = (entry, entry.replace("1234", str(2**63 - 1)))  # of which the other is for what the compiler has no estimate for
+    assert [compiled_kernels(module(each, fused))[0].cycles for each in cycles] == [1234, 0]
 
 
 CUBLAS = """  %a = bf16[8,1024,64]{2,1,0} parameter(0)
