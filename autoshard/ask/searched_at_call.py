@@ -19,7 +19,7 @@ class SearchedAtCall(Sharded):
 
     def __init__(self, fn: Callable[..., Any], request: Request, progress: Progress | bool, running: Mapping[str, Any]):
         """``running`` has the options of `Strategy.apply`."""
-        functools.update_wrapper(self, fn, updated=())
+        functools.update_wrapper(self, fn, updated=())  # pyright: ignore[reportArgumentType] subclasses are called
         self._fn, self._ordered = fn, Positional(fn)
         self._request, self._progress, self._running = request, progress, running
         self.donate_argnums: tuple[int, ...] = several(request.donate_argnums)

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 from autoshard.cluster import Cluster
 from autoshard.explanation.explain_pipeline import schedule_as
 from autoshard.lower import abstract_mesh
+from autoshard.lower.opaque import ANY_PLATFORM
 from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
 from autoshard.pipeline.schedule import pieces_in_flight
 from autoshard.pipeline.tasks import all_programs
@@ -52,7 +53,7 @@ def lowered_parts(
         StrategyError: the function is not the strategy's program.
     """
     if (pipeline := record.pipeline) is None:
-        lowered = Step(fn, record, None).lower(*args, platform=platform)
+        lowered = Step(fn, record, None).lower(*args, platform=platform or ANY_PLATFORM)
         yield LoweredPart(record, record.cost.peak_bytes, [LoweredProgram("step", 1, lowered, 0.0)])
         return
     meshes = meshes or [abstract_mesh(stage.record.mesh) for stage in pipeline.stages]
