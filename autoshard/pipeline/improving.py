@@ -8,7 +8,7 @@ room. Microbatches of a piece stay in order. Each try takes O(tasks).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from itertools import islice
 
 from autoshard.pipeline.list_scheduling import BACKWARD, FORWARD, WEIGHTS, Orders, Tables
 
@@ -85,39 +85,44 @@ class _Timing:
         return max(self.free)
 
     def _run(self) -> None:
-        waiting = list(range(len(self.orders)))
+        arrived, counts, seconds, waiting = self.arrived, self.counts, self.tables.seconds, list(range(len(self.orders)))
         while waiting:
             stage = waiting.pop()
-            order, starts = self.orders[stage], self.starts[stage]
-            while len(starts) < len(order):
-                kind, piece = order[len(starts)]
-                times, i = self.arrived[kind][piece], self.counts[kind][piece]
+            order, starts, sources, end = self.orders[stage], self.starts[stage], self.sources[stage], self.free[stage]
+            for kind, piece in islice(order, len(starts), None):
+                times, i = arrived[kind][piece], counts[kind][piece]
                 if i >= len(times):
                     break
                 ready, *source = times[i]
-                self.counts[kind][piece] += 1
-                start = max(self.free[stage], ready)
-                self.sources[stage].append((source[0], source[1]) if ready >= self.free[stage] else (-1, -1))
-                end = self.free[stage] = start + self.tables.seconds[kind][piece]
+                counts[kind][piece] = i + 1
+                sources.append((source[0], source[1]) if ready >= end else (-1, -1))
+                start = max(end, ready)
                 starts.append(start)
-                waiting.extend(self._sent(stage, len(starts) - 1, kind, piece, end))
+                end = start + seconds[kind][piece]
+                if (there := self._sent(stage, len(starts) - 1, kind, piece, end)) is not None:
+                    waiting.append(there)
+            self.free[stage] = end
 
-    def _sent(self, stage: int, at: int, kind: int, piece: int, end: float) -> Iterator[int]:
+    def _sent(self, stage: int, at: int, kind: int, piece: int, end: float) -> int | None:
         """Sends what a task made; gives the stage that it is for, where that is another one."""
         tables, last = self.tables, len(self.tables.stage) - 1
+        if kind == WEIGHTS:
+            return None
         if kind == BACKWARD and tables.splits:
             self.arrived[WEIGHTS][piece].append((end, stage, at))
         if kind == FORWARD and piece == last:
             self.arrived[BACKWARD][piece].append((end, stage, at))
         target = piece + 1 if kind == FORWARD else piece - 1
-        if kind == WEIGHTS or not 0 <= target <= last:
-            return
-        there, seconds = tables.stage[target], tables.send_seconds(piece, target)
-        if there != stage and seconds:
+        if not 0 <= target <= last:
+            return None
+        there = tables.stage[target]
+        if there == stage:
+            self.arrived[kind][target].append((end, stage, at))
+            return None
+        if seconds := tables.send_seconds(piece, target):
             end = self.links[stage, there] = max(end, self.links.get((stage, there), 0.0)) + seconds
         self.arrived[kind][target].append((end, stage, at))
-        if there != stage:
-            yield there
+        return there
 
     def critical(self) -> list[tuple[int, int]]:
         """The tasks of the critical path, by stage and place, that follow another one on their stage and may go before it."""
