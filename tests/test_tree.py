@@ -19,7 +19,6 @@ TESTED_BY = {
     "compilers/fused_program.py": "compilers/test_fusion.py",
     "compilers/gpu.py": "compilers/test_gpu_compiler.py",
     "compilers/tpu/compiler.py": "compilers/test_kernel_traffic.py",
-    "compilers/tpu/layout_copies.py": "compilers/test_tiling.py",
     "cost/narrow_sums.py": "lower/test_narrow.py",
     "cost/own_collectives.py": "cost/test_collectives.py",
     "memory_limit/dual_bound.py": "memory_limit/test_memory_limits.py",

@@ -234,6 +234,7 @@ class ProgramFacts:
         sending: the ops whose shards may send each other parts of their operands.
         rings: the ops whose shards may send arrays round.
         sorts: the sorts.
+        transforms: the Fourier transforms.
         grouped: per op index, what the compiler makes of grouped products.
         corrections: of predicted kernels, by what the compiler made of such kernels before.
     """
@@ -270,6 +271,7 @@ class ProgramFacts:
     sending: tuple[Op, ...]
     rings: tuple[Op, ...]
     sorts: tuple[Op, ...]
+    transforms: tuple[Op, ...]
     grouped: dict[int, Grouped]
     corrections: Corrections = NO_CORRECTIONS
 

@@ -15,9 +15,10 @@ Between two values in memory everything is arithmetic in registers. What ends a 
   gradient.
 - *Handed on*: a value that gathers read, too, is stored for those; its other readers compute it again where they read no more for it,
   however long it takes. So capped logits are stored for a lookup, and their softmax is computed from the logits. A product's kernel
-  makes such a value along with what that is made of.
+  makes such a value along with what that is made of, and any kernel its reductions.
 - *Work*: a value that several readers would compute is stored where computing it takes a core longer than writing and reading it takes
   the chip: the probabilities of float32 scores on v5p, whose memory is fast, but not on v5e.
+- *Orders*: what is computed and looked up in two orders of dimensions is stored in both: logits whose rows and columns have losses.
 - *Slices*: a value of which several slices are read, or one with strides, is stored; their readers compute no part of it.
 - *Reductions* are stored: they are small.
 
@@ -47,6 +48,7 @@ from autoshard.compilers.op_patterns import (
     are_together,
     is_call,
     is_one_hot,
+    looked_up_in_two_orders,
     minor,
     recomputes,
     reordered,
@@ -126,6 +128,7 @@ class _Fuser:
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
+        self.apart = frozenset() if rules.fuses_gathers else looked_up_in_two_orders(graph)
         self.trims = trims(graph) if rules.fuses_products else {}
         self.added_to = added_to(graph, free) if rules.fuses_scatters else {}
         self.in_place = {scatter for _, scatter in self.added_to.values()}
@@ -260,6 +263,8 @@ class _Fuser:
     def _is_view(self, op: Op) -> bool:
         if op.index in self.trims or op.index in self.added_to:
             return True
+        if op.index in self.apart:
+            return False
         return is_view(op.primitive) and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
     def _stands_alone(self, op: Op) -> bool:
@@ -399,16 +404,25 @@ class _Fuser:
                         self.computed[root] = op
                         if product >= 0 and self.absorbed[root]:
                             products[root] = product
-                beside = op.primitive == "convert_element_type" or not self.fused.keys().isdisjoint(made)
-                if made and beside and (maker := makers.get(reads)) is not None:
+                maker = makers.get(roots if op.index in self.apart else reads)
+                if made and maker is not None and self._is_made_beside(op, roots, made):
                     kernels[maker] = replace(kernels[maker], makes=(*kernels[maker].makes, *made))  # a product's second result
                 elif made:
-                    if product >= 0:
+                    handed = not self.handed.isdisjoint(made)
+                    if product >= 0 or handed:
                         makers[tuple(made)] = len(kernels)
+                    if handed:
+                        makers.setdefault(reads, len(kernels))
                     main = product if product >= 0 else op.index
                     found = tuple(_position(read, through[main]) for read in reads)
                     kernels.append(Kernel(op.index, reads, tuple(dict.fromkeys(made)), updates(op.primitive), (), main, found))
         return tuple(kernels)
+
+    def _is_made_beside(self, op: Op, roots: tuple[int, ...], made: Sequence[int]) -> bool:
+        """Whether a kernel makes what an op makes of the same values: for lookups, in another width, or a reduction of what those read."""
+        # evidence: maxima of what is looked up
+        sums = is_reduction(op.primitive) and not self.handed.isdisjoint(roots)
+        return sums or op.index in self.apart or op.primitive == "convert_element_type" or not self.fused.keys().isdisjoint(made)
 
     def _keep(self, value: int, reads: tuple[int, ...]) -> bool:
         """Whether storing a value moves no more memory than computing it for each of its readers."""

@@ -132,6 +132,27 @@ def trims(graph: Graph) -> dict[int, int]:
     return found
 
 
+def looked_up_in_two_orders(graph: Graph) -> frozenset[int]:
+    """The transposes of computed arrays whose elements are looked up in more orders of dimensions than one.
+
+    XLA:TPU stores what a gather reads, and what another reads in another order is another array to it, which the same kernel makes: logits
+    of two towers whose rows and columns have their losses (libtpu 0.0.52). A product's own result is stored once.
+    """
+    # evidence: lookups in two orders
+    ops = graph.walk()
+    makers = {value: op for op in ops for value in op.results}
+    computed = frozenset(of_kind("elementwise"))
+    orders: dict[int, dict[tuple[int, ...], int]] = {}  # by array the orders in which it is looked up, each with its transpose
+    for op in ops:
+        maker = makers.get(op.operands[0]) if op.primitive == "gather" else None
+        if maker is not None and maker.primitive == "transpose":
+            orders.setdefault(maker.operands[0], {}).setdefault(maker.params["permutation"], maker.index)
+        elif maker is not None:
+            orders.setdefault(op.operands[0], {}).setdefault((), -1)
+    several = (found for value, found in orders.items() if len(found) > 1 and (made := makers.get(value)) and made.primitive in computed)
+    return frozenset(index for found in several for index in (*found.values(),)[1:])
+
+
 def is_one_hot(op: Op, values: Sequence[Any]) -> bool:
     """Whether a scatter puts one number a row, by an index of its own: compilers compare positions instead, in registers."""
     numbers = op.params.get("dimension_numbers")
@@ -193,6 +214,8 @@ def minor(graph: Graph) -> tuple[Minor | None, ...]:
     view of that: XLA makes the sums of groups of those of features (libtpu 0.0.42, 1 to 64 images of 64 to 512 features).
     What batched products read and make, and its like, has two of the other dimensions innermost, however short: ``bf16[512,2,2,49,49]`` of
     attention to 49 positions lies in tiles of 56 x 128 (six kinds of products, libtpu 0.0.42). Of one row or column they are none there.
+    So are transforms whose frequencies are multiplied one by one: ``f32[8,64,256,129]{1,0,3,2}`` of 64 features for each part of complex
+    numbers (a Fourier operator, libtpu 0.0.52).
     """
     found: list[Minor | None] = [None] * len(graph.values)
     shape = [value.shape for value in graph.values]
@@ -216,6 +239,7 @@ def minor(graph: Graph) -> tuple[Minor | None, ...]:
             products[value] = products[value] or dims
     if any(products):
         _spread(graph.walk(), shape, products)
+        _turn(graph.walk(), products)
     return tuple(image or product for image, product in zip(found, products, strict=True))
 
 
@@ -254,6 +278,20 @@ def _spread(ops: Sequence[Op], shape: Sequence[tuple[int, ...]], found: list[Min
             pair = next((found[value] for value in tensors if found[value]), None)
             for value in tensors:
                 found[value] = found[value] or pair
+
+
+def _turn(ops: Sequence[Op], found: list[Minor | None]) -> None:
+    """Gives Fourier transforms what their transposes have."""
+    # evidence: multiplied frequencies
+    spectra = {value for op in ops if op.primitive == "fft" for value in op.results}
+    turned: list[Op] = []
+    for op in ops:
+        if op.primitive == "transpose" and op.operands[0] in spectra:
+            spectra.update(op.results)
+            turned.append(op)
+    for op in reversed(turned):
+        if dims := found[op.results[0]]:
+            found[op.operands[0]] = tuple(tuple(op.params["permutation"][dim] for dim in group) for group in dims)
 
 
 def sliced_alone(graph: Graph) -> frozenset[int]:

@@ -77,6 +77,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         sending=tuple(op for op, _ in sending),
         rings=tuple(op for op in graph.walk() if _goes_round(rules[op.index])),
         sorts=tuple(op for op in graph.walk() if op.primitive == "sort"),
+        transforms=tuple(op for op in graph.walk() if op.primitive == "fft"),
         grouped=grouped,
     )
 

@@ -6,7 +6,7 @@
 - Functions that partition themselves, by a rule that splits nothing, become calls, whose operations have rules of their own.
 - Branches for platforms that are no devices, such as kernel languages, are removed; a single remaining branch becomes a call.
 - Equal casts, transposes and reversals of one array are made once, so that a weight that is cast for each use is gathered once. Reversals
-  of dimensions of size one, as of the kernel in the gradient of a 1 x 1 convolution, are removed.
+  of dimensions of size one, as of the kernel in the gradient of a 1 x 1 convolution, are removed, and pads by nothing, as of frequencies.
 - What a call or a loop only passes on is read where it enters: carries that no trip changes, and slices that are stacked up again as they
   are, such as the weights of a Flax NNX module that is scanned with rematerialisation.
 - Counted coordinates of gathers and scatters become batching dimensions (`autoshard.trace.batched_indexing`).
@@ -87,13 +87,16 @@ def _renamed(atoms: Sequence[Any], same: Mapping[Any, Any]) -> list[Any]:
 
 
 def _deduplicated(jaxpr: Jaxpr) -> Jaxpr:
-    """The program without duplicates among casts, transposes and reversals, and without reversals of dimensions of size one."""
+    """The program without duplicates among casts, transposes and reversals, reversals of dimensions of size one, and pads by nothing."""
     same: dict[Any, Any] = {}
     made: dict[tuple[Any, ...], Any] = {}
 
     eqns = []
     for eqn in jaxpr.eqns:
         invars, name = _renamed(eqn.invars, same), eqn.primitive.name
+        if name == "pad" and not any(map(any, eqn.params["padding_config"])) and not isinstance(invars[0], Literal):
+            same[eqn.outvars[0]] = invars[0]
+            continue
         if name in REARRANGING and not isinstance(invars[0], Literal):
             params = tuple(sorted(eqn.params.items(), key=lambda each: each[0]))
             if name == "rev":

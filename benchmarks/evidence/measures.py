@@ -67,6 +67,19 @@ def read(type_text: str) -> Measure:
     return Measure(f"kernels that read {type_text}", of)
 
 
+def ordered(type_text: str) -> Measure:
+    """How many arrays of a type in an order of dimensions, such as ``f32[64,128]{0,1``, kernels write."""
+    return Measure(f"kernels' results {type_text}}}", lambda ahead: sum(one.type.count(type_text) for one in _kernels(ahead)))
+
+
+def together(first: str, second: str) -> Measure:
+    """How many kernels write arrays of two types."""
+    return Measure(
+        f"kernels that make {first} and {second}",
+        lambda ahead: sum({first, second} <= set(_TYPE.findall(one.type)) for one in _kernels(ahead)),
+    )
+
+
 def copies(type_text: str) -> Measure:
     """How many kernels do nothing but copy an array of a type to another layout."""
     return Measure(f"copies of {type_text}", lambda ahead: sum(one.opcode == "copy" and type_text in one.type for one in _kernels(ahead)))

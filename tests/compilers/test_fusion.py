@@ -332,7 +332,7 @@ def test_what_is_stored_for_a_lookup_is_computed_again_by_others(make, given, ag
 
 
 def test_a_product_makes_capped_logits_for_a_lookup():
-    """One kernel makes a product's logits and those that are looked up, in float32; both gradients read the former (libtpu 0.0.52)."""
+    """One kernel makes a product's logits, float32 ones to look up, and their maxima; both gradients read the first (libtpu 0.0.52)."""
 
     def loss(x, w, rows):
         made = 30 * jnp.tanh((x @ w).astype(jnp.float32) / 30)
@@ -340,6 +340,21 @@ def test_a_product_makes_capped_logits_for_a_lookup():
 
     facts = facts_of(jax.value_and_grad(loss, (0, 1)), NARROW, NARROW, jax.ShapeDtypeStruct((512, 1), jnp.int32))
     graph, (first, *others) = facts.graph, [k for k in facts.fusion.kernels if facts.graph.walk()[k.main].primitive == "dot_general"]
-    logits, looked_up = first.makes
+    logits, looked_up, maxima = first.makes
+    assert graph.values[maxima].rank == 1
     assert (graph.values[logits].dtype, graph.values[looked_up].dtype) == ("bfloat16", "float32")
     assert len(others) == 2 and all(logits in kernel.reads and looked_up not in kernel.reads for kernel in others)
+
+
+@pytest.mark.parametrize(("make", "stored"), [(jnp.tanh, 2), (lambda x: x, 0)])
+def test_what_is_looked_up_in_two_orders_is_stored_in_both(make, stored):
+    """One kernel makes logits whose rows and columns are looked up, in both orders; arrays that are in memory anyway are read there."""
+
+    def looked_up(x, rows):
+        made = make(x)
+        return jnp.take_along_axis(made, rows, -1) + jnp.take_along_axis(made.T, rows, -1), jnp.sum(made, -1)
+
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    facts = facts_of(looked_up, x, jax.ShapeDtypeStruct((512, 1), jnp.int32))
+    large = [[v for v in kernel.makes if facts.graph.values[v].size == 512 * 512] for kernel in facts.fusion.kernels]
+    assert sum(map(len, large)) == max(map(len, large)) == stored

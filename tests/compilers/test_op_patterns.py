@@ -210,3 +210,20 @@ def test_what_is_printed_of_batched_products_changes_nothing():
 def test_examples_in_the_docstrings_hold():
     """The examples hold."""
     assert not doctest.testmod(op_patterns).failed
+
+
+@pytest.mark.parametrize("axes", [(1,), (1, 2)])
+def test_transforms_whose_frequencies_are_multiplied_have_batch_and_features_innermost(axes):
+    """Through transposes and slices between a transform and a batched product; other transforms have any order."""
+
+    def program(x, weights, multiplied):
+        made = jnp.fft.rfftn(x, axes=axes)
+        low = made[(slice(None), *(slice(4),) * len(axes))]
+        return jnp.einsum("b...i,...io->b...o", low, weights) if multiplied else low * 2
+
+    x, weights = floats(16, *(32,) * len(axes), 8), jax.ShapeDtypeStruct((*(4,) * len(axes), 8, 8), jnp.complex64)
+    for multiplied in (True, False):
+        graph = graph_of(partial(program, multiplied=multiplied), x, weights)
+        *_, last = (op for op in graph.walk() if op.primitive == "fft")
+        dims, shape = minor(graph)[last.results[0]], graph.values[last.results[0]].shape
+        assert (dims is not None and {shape[dim] for group in dims for dim in group} == {16, 8}) == multiplied

@@ -354,6 +354,12 @@ def test_what_calls_and_loops_only_pass_on_is_read_where_it_enters():
         assert jnp.array_equal(one, other)
 
 
+def test_pads_by_nothing_are_their_operands():
+    """Of a transform to real numbers, whose frequencies JAX pads where there are too few, nothing is left but the transform."""
+    traced = trace(lambda x: jnp.fft.irfft(x, n=16), jax.ShapeDtypeStruct((4, 9), jnp.complex64))
+    assert [op.primitive for op in traced.graph.walk()] == ["fft"]
+
+
 def test_reversals_are_made_once():
     """Reversed dimensions of size one are the operand itself, at any depth; what is reversed twice alike is one value."""
 

@@ -15,7 +15,15 @@ from autoshard.compilers.buffers import Buffers, Copy, Held
 from autoshard.compilers.kernel_order import Lifetimes, usage
 from autoshard.compilers.op_patterns import MOST_OF
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.compilers.tpu.layout_copies import for_lookups, for_products, for_scatters, for_sending, for_updates, sliced_last
+from autoshard.compilers.tpu.layout_copies import (
+    for_lookups,
+    for_products,
+    for_scatters,
+    for_sending,
+    for_transforms,
+    for_updates,
+    sliced_last,
+)
 from autoshard.compilers.tpu.sorts import of_sorts
 from autoshard.compilers.tpu.tiling import tiles
 from autoshard.cost.reshard import Step
@@ -61,6 +69,7 @@ def tiled_buffers(
     more += for_scatters(facts, assignment, partials)
     more += for_updates(facts, assignment, partials)
     more += for_sending(facts, assignment)
+    more += for_transforms(facts, assignment)
     more += _early(facts, partials, sizes, mesh)
     casts = ((value, lives) for value, lives in fusion.casts.items() if value not in copied)
     more += [(share(value) / 2, times.starts[first], times.ends[last]) for value, (first, last) in casts]

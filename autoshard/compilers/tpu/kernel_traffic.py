@@ -78,6 +78,7 @@ class _Kernels:
         self.passes: list[list[tuple[int, float]]] = [[] for _ in self.ops]
         self.starts = [0] * len(self.ops)
         self.replaced = {graph.arguments[argument] for _, argument in graph.aliases}
+        self.reduced = {value for op in self.ops if is_reduction(op.primitive) for value in op.results}
         self.made_at: dict[int, int] = {}
         self.made_by: dict[int, Op] = {}  # the main op of the kernel that makes a value
         self.stacked: list[tuple[Op, int, Op]] = []  # the op that makes a stack's slices, their value, and the loop
@@ -153,9 +154,9 @@ class _Kernels:
                 passes.append((0 if sums else len(main.operands), WIDE_BYTES * size))
         self.made_by.update(dict.fromkeys(kernel.makes, main))
         group.touched.update(kernel.reads, kernel.makes)
-        if sums:
-            group.sums.update(kernel.makes)
-            group.dtypes.add(values[kernel.makes[0]].dtype)
+        if reduced := [value for value in kernel.makes if value in self.reduced]:
+            group.sums.update(reduced)
+            group.dtypes.add(values[reduced[0]].dtype)
         return group
 
     def _update(self, update: Op, product: Op, state: list[int]) -> None:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from itertools import permutations
 
+import numpy as np
+
 from autoshard.analysis.demanded_precision import is_narrow
 from autoshard.compilers.buffer_assignment import read_in
 from autoshard.compilers.buffers import Held
@@ -14,6 +16,8 @@ from autoshard.compilers.tpu.tables import are_added_to_by_rows, are_looked_up_b
 from autoshard.compilers.tpu.tiling import LANES, ROWS, by_rows, local_part, padding, tiled, tiles
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout, Op, local_shape, sent_tensors, shards
+
+PARTS = 4  # of a Fourier transform: real and imaginary, before and after; evidence: arrays of Fourier transforms
 
 
 def _first_read_in(facts: ProgramFacts, assignment: Assignment, op: Op, value: int) -> Layout:
@@ -142,6 +146,24 @@ def for_updates(facts: ProgramFacts, assignment: Assignment, partials: Mapping[i
         for value in facts.row_updates.get(op.index, ()):
             if assignment.layout(value) == assignment.layout(op.results[0]):
                 yield nbytes, looked_up.get(value, first), times.moments
+
+
+def for_transforms(facts: ProgramFacts, assignment: Assignment) -> Iterator[Held]:
+    """What Fourier transforms have in memory beside operands and results: real arrays of the whole length.
+
+    They are products with matrices of sines and cosines, in float32, of all frequencies also where half of them are kept; where half of
+    them are read, the mirrored ones are one more array.
+    """
+    times, sizes = facts.lifetimes, assignment.mesh.sizes
+    for op in facts.transforms:
+        layout = _first_read_in(facts, assignment, op, op.operands[0])
+        tensors = [facts.graph.values[value] for value in (*op.operands, *op.results)]
+        parts = [local_shape(tensor.shape, layout, sizes) for tensor in tensors]
+        whole = max(parts, key=math.prod)
+        one = math.prod(whole) * np.dtype("float32").itemsize
+        kept = round(math.prod(parts[1]) * tensors[1].itemsize / max(one, 1))  # of the last pair, or of half of its frequencies
+        mirrored = parts[0][-1] < parts[1][-1]
+        yield from (PARTS + mirrored - kept) * [(one * padding(whole), times.starts[op.index], times.ends[op.index])]
 
 
 def for_sending(facts: ProgramFacts, assignment: Assignment) -> Iterator[Held]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, read, rows_of_blocks, stored, times_the_rows
+from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, read, rows_of_blocks, stored, times_the_rows, together
 from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
 
 LARGE = leaf(64, 1024, 1024)
@@ -371,6 +371,44 @@ named(
     "a loss of capped logits of a product",  # read by the logsumexp, and by both gradients
     Program(jax.value_and_grad(loss_of_capped_logits, (0, 1)), (leaf(4096, 1024), leaf(1024, 16384), TARGETS), READ),
 )
+
+SQUARE, WIDE = leaf(8192, 8192), "f32[8192,8192]"
+
+
+def by_rows_and_columns(make):
+    """What is made of arrays, looked up in each row and in each column, with the sum of exponentials of each row."""
+
+    def program(targets, *arrays):
+        made = make(*arrays)
+        return looked_up(made, targets) + looked_up(made.T, targets), jax.nn.logsumexp(made, -1)
+
+    return program
+
+
+def multiplied(x, w):
+    """A product in float32."""
+    return jnp.dot(x, w, preferred_element_type=F32)
+
+
+for title, make, arrays in [
+    ("scaled logits", lambda x: 3 * x.astype(F32), (SQUARE,)),
+    ("capped logits", capped, (SQUARE,)),
+    ("sums of two arrays", lambda x, y: jnp.sin(x.astype(F32)) + y.astype(F32), (SQUARE, SQUARE)),
+    ("scaled logits of a product", lambda x, w: 3 * (x @ w).astype(F32), (leaf(8192, 512), leaf(512, 8192))),
+    ("a product in float32", multiplied, (leaf(8192, 512), leaf(512, 8192))),
+]:
+    rows = leaf(8192, dtype=jnp.int32)
+    named(f"{title} looked up by rows and columns", Program(by_rows_and_columns(make), (rows, *arrays), stored(WIDE)))
+for title, make, arrays in [
+    ("scaled logits", lambda x, s: x.astype(F32) * s, (LOGITS, leaf(dtype=F32))),
+    ("biased logits", lambda x, b: x.astype(F32) + b, (LOGITS, leaf(16384, dtype=F32))),
+    ("capped logits", capped, (LOGITS,)),
+    ("scaled logits of a product", lambda x, w, s: (x @ w).astype(F32) * s, (leaf(4096, 512), leaf(512, 16384), leaf(dtype=F32))),
+]:
+    named(
+        f"{title} looked up beside their maxima",
+        Program(handed(make, looked_up), (TARGETS, *arrays), together("f32[4096,16384]", "f32[4096]")),
+    )
 
 # -- products of groups ------------------------------------------------------------------------------------------------------
 

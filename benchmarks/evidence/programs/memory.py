@@ -8,7 +8,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 
-from benchmarks.evidence.measures import COPYING, FILLING, PEAK, copies, in_fast_memory
+from benchmarks.evidence.measures import COPYING, FILLING, PEAK, copies, in_fast_memory, ordered
 from benchmarks.evidence.program import BF16, F32, SPLIT, Program, leaf, named, program
 
 MIB = 2**20
@@ -287,3 +287,49 @@ for title, loss in (("float32", of_wide_logits), ("smoothed labels", of_smoothed
         f"gradients of a gathered head by logits of {title}",
         Program(gradients_of_a_head(loss), args, PEAK, on="v5e:2x4", specs=((SPLIT, SPLIT, SPLIT), (SPLIT, SPLIT))),
     )
+
+
+# -- Fourier transforms ------------------------------------------------------------------------------------------------------
+
+
+def power(transform):
+    """What a transform makes, reduced twice, so that it is stored."""
+
+    def program(x):
+        made = transform(x)
+        return jnp.abs(made).max(), jnp.real(made * jnp.abs(made).max()).sum()
+
+    return program
+
+
+for title, transform, shape, dtype in [
+    ("a transform of 65536 x 1024", jnp.fft.fft, (65536, 1024), jnp.complex64),
+    ("a transform of 65536 x 1024 real numbers", jnp.fft.rfft, (65536, 1024), F32),
+    ("a transform of 64 x 8192 x 128 real numbers by rows", lambda x: jnp.fft.rfft(x, axis=1), (64, 8192, 128), F32),
+    ("a transform to 65536 x 1024 real numbers", lambda x: jnp.fft.irfft(x, n=1024), (65536, 513), jnp.complex64),
+    ("a transform of 16384 x 4096", jnp.fft.fft, (16384, 4096), jnp.complex64),
+]:
+    named(title, Program(power(transform), (leaf(*shape, dtype=dtype),), PEAK))
+
+
+def multiplied_frequencies(axes, kept, spec):
+    """A Fourier operator: the lowest frequencies of an array are each multiplied by a matrix of its own, and brought back."""
+
+    def loss(weights, x):
+        made = jnp.fft.rfftn(x, axes=axes)
+        places = slice(None), *(slice(kept),) * len(axes)
+        low = jnp.einsum(spec, made[places], weights)
+        back = jnp.zeros_like(made).at[places].set(low)
+        return (jax.nn.gelu(x + jnp.fft.irfftn(back, [x.shape[axis] for axis in axes], axes=axes)) ** 2).mean()
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+for title, axes, kept, shape, spec, stored in [
+    ("64 features", (1,), 128, (64, 8192, 64), "bxi,xio->bxo", "f32[64,4097,64]{2,0,1"),
+    ("32 features", (1,), 128, (64, 8192, 32), "bxi,xio->bxo", "f32[64,4097,32]{0,2,1"),
+    ("64 features over two dimensions", (1, 2), 32, (32, 256, 256, 64), "bxyi,xyio->bxyo", "f32[32,64,129,256]{1,0,2,3"),
+]:
+    weights = leaf(*(kept,) * len(axes), shape[-1], shape[-1], dtype=jnp.complex64)
+    operator = multiplied_frequencies(axes, kept, spec)
+    named(f"frequencies of {title}", Program(operator, (weights, leaf(*shape, dtype=F32)), ordered(stored)))
