@@ -105,8 +105,9 @@ def search(
             devices, on zeros; several processes do so together. What was found is in ``strategy.confirmation``; where nothing could be
             confirmed, ``strategy.notes`` say why. Where nothing fits as compiled, the search is repeated within less predicted memory, and
             where nothing is predicted to fit, but nearly, that is compiled (`autoshard.plan.rounds`). None: the prediction decides; but
-            of a plan that takes more than 80 % of the memory limit, a compiler that is installed for the cluster's accelerators is asked
-            once whether it fits, and where not the search is repeated within less. False: nobody is asked.
+            of a plan that takes more than 80 % of the memory limit, or less if compiled peaks of its kind of program are further above the
+            predicted ones, a compiler that is installed for the cluster's accelerators is asked once whether it fits, and where not the
+            search is repeated within less. False: nobody is asked.
         microbatches: in how many parts of its batch a step computes its gradients, one after the other; they are added up and combined
             over devices once (`autoshard.microbatch`). A number; ``"fit"``: one, or where memory binds as many as make the step fastest;
             ``"auto"``: the fastest of 1, 2, 4 and 8, each searched, and where memory binds of all; None: one. Results are those of the

@@ -31,14 +31,14 @@ def asked(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     run, started = aot.subprocess.Popen, []
 
-    def search(*scripts, limit=250e3, **options):
+    def search(*scripts, limit=250e3, program="mlp", **options):
         def popen(command, **how):
             code = "import pathlib, sys, time; folder = pathlib.Path(sys.argv[1])\n" + scripts[len(started)]
             started.append(run([sys.executable, "-c", code, command[-1]], **how))
             return started[-1]
 
         monkeypatch.setattr(aot.subprocess, "Popen", popen)
-        fn, args = PROGRAMS["mlp"]()
+        fn, args = PROGRAMS[program]()
         options = {"cluster": "v5e:2x4", "mesh": {"data": 8}, "memory_limit_bytes": limit, **options}
         return autoshard.search(fn, *args, **options), len(started)
 
@@ -60,6 +60,16 @@ def test_a_plan_near_the_limit_is_compiled_once(asked):
     assert found.cost == replace(plain.cost, peak_bytes=limit * 0.95) and found.record.choices == plain.record.choices
     (note,) = (note for note in found.notes if "was asked" in note)
     assert "90 % of the memory limit" in note and "it fits" in note
+
+
+@pytest.mark.parametrize(("program", "error"), [("mlp", 1.25), ("convnet", 3.2)])
+def test_a_plan_is_compiled_where_the_interval_of_its_peak_reaches_over_the_limit(asked, program, error):
+    """Programs with convolutions are asked about from less memory on than others, and a note says why."""
+    plain, _ = asked(limit=1e9, program=program)
+    (above, n), (_, none) = (asked(compiles(1e3), limit=plain.cost.peak_bytes * error * times, program=program) for times in (0.97, 1.03))
+    assert (n, none) == (1, 1)
+    (note,) = (note for note in above.notes if "was asked" in note)
+    assert ("up to 3.2 times" in note) == (error > 1.25)
 
 
 @pytest.mark.slow
