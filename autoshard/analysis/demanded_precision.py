@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autoshard.analysis.vector_products import is_outer_product, is_vector_product
 from autoshard.ir import Graph, Holder, Op
 from autoshard.primitives import commutes_with_casts, is_dense_product, is_reduction, is_view
 
@@ -86,6 +87,8 @@ def _demand(graph: Graph, op: Op) -> Demand:
     """The kind of reader that an op is; none where its results' readers count instead."""
     if op.bodies or _passes(op):
         return 0
+    if is_vector_product(graph, op):
+        return REDUCTION
     if is_dense_product(op.primitive):
         return PRODUCT if _rounds_operands(graph, op) else EXACT
     if op.primitive == "convert_element_type":
@@ -114,11 +117,9 @@ def _passes(op: Op) -> bool:
 
 
 def _rounds_operands(graph: Graph, op: Op) -> bool:
-    """Whether a product is of float32 at default precision; one that sums nothing is no product to XLA, which multiplies at full width."""
-    if op.primitive == "dot_general":
-        (contracted, _), _ = op.params["dimension_numbers"]
-        if all(graph.values[op.operands[0]].shape[dim] == 1 for dim in contracted):
-            return False
+    """Whether a product is of float32 at default precision."""
+    if is_outer_product(graph, op):
+        return False
     precision = op.params.get("precision")
     default = all(str(each) in ("None", "DEFAULT") for each in (precision if isinstance(precision, tuple) else (precision,)))
     wanted = op.params.get("preferred_element_type")

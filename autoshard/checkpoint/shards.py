@@ -60,7 +60,7 @@ def _places(record: Record, leaf: int) -> tuple[tuple[str, ...], np.ndarray]:
     numbers = [device_numbers(mesh) + first for mesh, first in zip(stages, firsts, strict=False)]
     place = record.argument_places[leaf]
     if place != BY_ROWS:
-        part = place % len(stages)
+        part = 0 if record.pipeline is None else record.pipeline.part(place)
         return stages[part].all_names, numbers[part]
     own = tuple(name for name in stages[0].all_names if name != STAGE_AXIS)
     return (STAGE_AXIS, *own), np.stack(numbers).reshape(len(stages), *(dict(stages[0].shape)[name] for name in own))

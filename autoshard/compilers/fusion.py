@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 from autoshard.analysis.demanded_precision import REDUCTION, Demands, is_narrow
+from autoshard.analysis.vector_products import is_outer_product
 from autoshard.compilers.fused_program import Fusion, Kernel
 from autoshard.compilers.grouped import is_grouped
 from autoshard.compilers.op_patterns import (
@@ -73,7 +74,8 @@ class FusionRules:
         patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
         heavier: vector operations an element, by primitive, where the compiler weighs them otherwise than the table of primitives.
         hides: a kernel's memory traffic beside the value hides work: this times as much work as traffic.
-        fuses_products: whether products compute their operands as they read them, and have epilogues; else they are calls of libraries.
+        fuses_products: whether products compute their operands as they read them, and have epilogues, and outer ones are fused as
+            multiplications are; else they are calls of libraries.
         fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
         fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
         expands_one_hots: whether scatters of one number a row become comparisons of positions.
@@ -130,6 +132,7 @@ class _Fuser:
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
         self.apart = frozenset() if rules.fuses_gathers else looked_up_in_two_orders(graph)
         self.trims = trims(graph) if rules.fuses_products else {}
+        self.outer = {op.index for op in self.ops if is_outer_product(graph, op)} if rules.fuses_products else set[int]()
         self.added_to = added_to(graph, free) if rules.fuses_scatters else {}
         self.in_place = {scatter for _, scatter in self.added_to.values()}
         self._alias()
@@ -179,16 +182,29 @@ class _Fuser:
                 root[op.results[0]] = self._find(op.operands[shared])
             for holder in op.holders:
                 first = next((flow for flow in holder.sources if not flow.inside and not flow.shift), None)
-                alone = len(holder.sources) == 1 and not holder.views and holder.value not in op.results
-                if first is not None and alone and op.primitive != "cond":
+                alone = len(holder.sources) == 1 and (not holder.views or op.primitive == "cond") and holder.value not in op.results
+                if first is not None and alone:
                     root[holder.value] = self._find(first.value)  # read in each trip of a loop, or by a call
                 for view in holder.views:
                     root[view] = holder.value
+            if op.primitive == "cond":
+                self._alias_results(op)
         for op in self.ops:
             reads = [*op.operands, *(flow.value for holder in op.holders for flow in holder.sources)]
             for value in dict.fromkeys(self._find(value) for value in reads):
                 if not is_call(op) and not self._is_view(op):
                     self.readers[value].append(op)
+
+    def _alias_results(self, cond: Op) -> None:
+        """Results that are one value in every branch are that; others are written where branches make them."""
+        known: dict[tuple[int, ...], int] = {}
+        passed = _inputs(cond.bodies)
+        for holder in cond.holders:
+            if holder.value in cond.results:
+                made = tuple(self._find(flow.value) for flow in holder.sources)
+                self.root[holder.value] = shared = made[0] if len({*made}) == 1 else known.setdefault(made, holder.value)
+                for value in made if shared == holder.value else ():
+                    self.root[value] = self.root[value] if value in passed or value != self._find(value) else shared
 
     def _last(self) -> tuple[bool, ...]:
         makes_results = {op.index for op in self.graph.ops if any(self._find(value) in self.returned for value in op.results)}
@@ -268,7 +284,12 @@ class _Fuser:
         return is_view(op.primitive) and not op.bodies and len(op.results) == 1 and bool(op.operands)
 
     def _stands_alone(self, op: Op) -> bool:
+        if op.index in self.outer:
+            return False
         return stands_alone(op) and not (self.rules.fuses_gathers and op.primitive in ("gather", "slice", "pad"))
+
+    def _is_product(self, op: Op) -> bool:
+        return is_matrix(op.primitive) and op.index not in self.outer
 
     def _is_one_hot(self, op: Op) -> bool:
         return self.rules.expands_one_hots and is_one_hot(op, self.values)
@@ -307,7 +328,7 @@ class _Fuser:
 
     def _find_epilogues(self) -> None:
         for op in self.ops:
-            if _computes_operands(op):
+            if _computes_operands(op) and op.index not in self.outer:
                 self._epilogue(op)
 
     def _epilogue(self, op: Op) -> None:
@@ -349,7 +370,7 @@ class _Fuser:
             for value in inside:  # as far as it was followed
                 self.stored[value], self.absorbed[value] = False, True
             return
-        if found == start or (len(only) == 1 and is_matrix(only[0].primitive) and not self.stored[found]):
+        if found == start or (len(only) == 1 and self._is_product(only[0]) and not self.stored[found]):
             return  # the one product that reads it does the work itself
         for value in inside[:covered]:
             self.stored[value] = value == found
@@ -381,7 +402,7 @@ class _Fuser:
                 roots = tuple(map(self._find, op.operands))
                 parts = tuple((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
                 reads = _merged(parts)
-                own = op.index if is_matrix(op.primitive) else -1
+                own = op.index if self._is_product(op) else -1
                 product = next((products[root] for root in roots if root in products), own) if own < 0 else own
                 if product in (own, -1):
                     through[op.index] = parts

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from autoshard.analysis.vector_products import is_on_matrix_unit
 from autoshard.ir import Graph, Op, Value, is_transfer
 from autoshard.primitives import (
     commutes_with_casts,
@@ -14,7 +15,6 @@ from autoshard.primitives import (
     is_anchor,
     is_control_flow,
     is_loop,
-    is_matrix,
     is_reduction,
     is_scatter,
     is_view,
@@ -300,7 +300,7 @@ def sliced_alone(graph: Graph) -> frozenset[int]:
     for op in graph.walk():
         if not is_loop(op.primitive):
             continue
-        found = with_products if any(is_matrix(inner.primitive) for inner in op.walk()) else without
+        found = with_products if any(is_on_matrix_unit(graph, inner) for inner in op.walk()) else without
         for holder in op.holders:
             for flow in holder.sources:
                 if flow.shift:

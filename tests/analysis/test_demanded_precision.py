@@ -36,6 +36,8 @@ def demanded(function, *args):
         (lambda x, y: x.astype(jnp.bfloat16), CAST),
         (lambda x, y: x.astype(jnp.float16), EXACT),
         (lambda x, y: x.sum(0), REDUCTION),
+        (lambda x, y: x @ y[0], REDUCTION),
+        (lambda x, y: y[:1] @ x, REDUCTION),
         (lambda x, y: jnp.tanh(x), EXACT),
         (lambda x, y: x, EXACT),
         (lambda x, y: y, 0),

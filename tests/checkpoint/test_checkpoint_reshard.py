@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import permutations
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from strategy_records import PIPELINED
 
 import autoshard
 from autoshard.checkpoint import reshard_plan
+from autoshard.checkpoint.shards import Shards
 from autoshard.cli.commands import run as main
 from autoshard.errors import CheckpointError
 
@@ -147,6 +150,15 @@ def test_stages_move_too():
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, moved, shardings))
     assert plan.moved_bytes == 0 and plan.kept_bytes == held(after)
     assert back.kept_bytes + back.moved_bytes == held(before)
+
+
+@pytest.mark.parametrize(("placement", "devices"), [("loop", {4, 5, 6, 7}), ("v", {0, 1, 2, 3})])
+def test_a_leaf_is_on_the_part_that_has_its_stage(placement, devices):
+    """The last of four stages is on the second part of the devices, or on the first if chunks go back."""
+    pipeline = PIPELINED.pipeline
+    pipeline = replace(pipeline, chunks=2, cut=(1, 2, 3, 4), stages=pipeline.stages * 2, argument_stages=(3, 3), placement=placement)
+    found = Shards.of(replace(PIPELINED, pipeline=pipeline), 0)
+    assert {device for device, part in enumerate(found.chunks) if part >= 0} == devices
 
 
 def held(tree) -> int:

@@ -59,6 +59,20 @@ def test_an_epilogue_is_part_of_the_product():
     assert len(stored(block, floats(64, 64), floats(64, 64), floats(64))) == 3
 
 
+@pytest.mark.parametrize(
+    ("function", "kept"),
+    [
+        (lambda a, b, x, w: (a @ b) * x, 1),
+        (lambda a, b, x, w: jnp.tanh(x @ w + a @ b), 1),
+        (lambda a, b, x, w: jnp.sum(jnp.tanh(a @ b) * x, axis=1), 0),
+    ],
+)
+def test_an_outer_product_is_a_multiplication(function, kept):
+    """It is computed with what reads it: only results of the program are stored."""
+    made = stored(function, floats(64, 1), floats(1, 32), floats(64, 32), floats(32, 32))
+    assert made.count(((64, 32), "float32")) == kept
+
+
 def test_scores_are_kept_in_float32():
     """What is done to scores of a batch in float32 is stored so; any other product is stored as it is made, for its readers to widen."""
 
@@ -358,3 +372,23 @@ def test_what_is_looked_up_in_two_orders_is_stored_in_both(make, stored):
     facts = facts_of(looked_up, x, jax.ShapeDtypeStruct((512, 1), jnp.int32))
     large = [[v for v in kernel.makes if facts.graph.values[v].size == 512 * 512] for kernel in facts.fusion.kernels]
     assert sum(map(len, large)) == max(map(len, large)) == stored
+
+
+@pytest.mark.parametrize(
+    ("branches", "arrays"),
+    [
+        ((lambda x, w: x @ w, lambda x, w: jnp.tanh(x)), 2),
+        ((lambda x, w: (x @ w, x), lambda x, w: (jnp.tanh(x), x)), 2),
+        ((lambda x, w: (y := x @ w, y), lambda x, w: (y := jnp.tanh(x), y)), 2),
+    ],
+)
+def test_a_conditional_copies_nothing(branches, arrays):
+    """What branches read, pass on or return twice is stored once, and what they make is written where the conditional returns it."""
+
+    def program(x, w, p):
+        found = jax.lax.cond(p, *branches, x, w)
+        return sum(map(jnp.sum, jax.tree.leaves(found)))
+
+    facts = facts_of(program, floats(64, 32), floats(32, 32), jax.ShapeDtypeStruct((), jnp.bool_))
+    kept = {root for value, root in enumerate(facts.fusion.root) if facts.graph.values[value].shape == (64, 32) and facts.fusion.stored[root]}
+    assert len(kept) == arrays

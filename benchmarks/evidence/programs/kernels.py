@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, near, read, rows_of_blocks, stored, times_the_rows, together
+from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, counted, near, read, rows_of_blocks, stored, times_the_rows, together
 from benchmarks.evidence.program import BF16, F32, Program, leaf, named, program
 
 LARGE = leaf(64, 1024, 1024)
@@ -492,3 +492,46 @@ for title, how in (
 ):
     args = leaf(65536, 256, dtype=F32), leaf(4096, 256, dtype=F32)
     named(f"{title} of a product", Program(reduced(*how), args, stored("f32[65536,4096]")))
+
+# -- products with vectors -------------------------------------------------------------------------------------------------
+
+
+def in_a_loop(spec):
+    """A batch of products with vectors in each trip of a loop, whose carry is a batch of matrices."""
+
+    def program(state, vectors):
+        return lax.scan(lambda state, each: (state * 0.9, jnp.einsum(spec, each, state)), state, vectors)
+
+    return program
+
+
+def a_readout_in_a_loop(state, vectors):
+    """A recurrent state that an outer product is added to and that is read, as in linear attention."""
+
+    def trip(state, each):
+        state = state + jnp.einsum("bk,bv->bkv", each, each)
+        return state, jnp.einsum("bk,bkv->bv", each, state)
+
+    return lax.scan(trip, state, vectors)
+
+
+for title, function, args in (
+    ("a matrix times a vector", lambda x, v: jnp.tanh(x) @ v, (leaf(4096, 2048, dtype=F32), leaf(2048, dtype=F32))),
+    ("a row times a matrix", lambda x, v: v @ jnp.tanh(x), (leaf(2048, 4096), leaf(1, 2048))),
+    ("rows times matrices in a loop", in_a_loop("bk,bkv->bv"), (leaf(64, 128, 128, dtype=F32), leaf(32, 64, 128, dtype=F32))),
+    ("matrices times columns in a loop", in_a_loop("bk,bvk->bv"), (leaf(64, 128, 128), leaf(32, 64, 128))),
+    ("outer products and readouts in a loop", a_readout_in_a_loop, (leaf(64, 128, 128, dtype=F32), leaf(32, 64, 128, dtype=F32))),
+    ("rows times matrices of a batch", lambda s, r: jnp.einsum("bk,bkv->bv", r, s), (leaf(32, 512, 512, dtype=F32), leaf(32, 512, dtype=F32))),
+    ("four columns", lambda x, v: jnp.tanh(x) @ v, (leaf(4096, 2048, dtype=F32), leaf(2048, 4, dtype=F32))),
+):
+    named(title, Program(function, args, counted("convolution(")))
+
+# -- outer products --------------------------------------------------------------------------------------------------------
+
+COLUMN, ROW, SQUARE = leaf(4096, 1, dtype=F32), leaf(1, 2048, dtype=F32), leaf(4096, 2048, dtype=F32)
+for title, function, args in (
+    ("an outer product that is scaled", lambda a, b, x: (a @ b) * x, (COLUMN, ROW, SQUARE)),
+    ("an outer product beside a product", lambda a, b, x, w: jnp.tanh(x @ w + a @ b), (COLUMN, ROW, SQUARE, leaf(2048, 2048, dtype=F32))),
+    ("an outer product that is summed", lambda a, b, x: jnp.sum(jnp.tanh(a @ b) * x, axis=1), (COLUMN, ROW, SQUARE)),
+):
+    named(title, Program(function, args, stored("f32[4096,2048]")))
