@@ -16,6 +16,7 @@ from programs import PROGRAMS
 from schedules import schedule
 
 import autoshard
+import autoshard.plan.rounds  # before a test changes the margin that it takes from another file
 from autoshard import Confirm
 from autoshard.errors import InfeasibleError, SearcherError
 from autoshard.plan import compiled_finalists
