@@ -390,5 +390,6 @@ def test_a_conditional_copies_nothing(branches, arrays):
         return sum(map(jnp.sum, jax.tree.leaves(found)))
 
     facts = facts_of(program, floats(64, 32), floats(32, 32), jax.ShapeDtypeStruct((), jnp.bool_))
-    kept = {root for value, root in enumerate(facts.fusion.root) if facts.graph.values[value].shape == (64, 32) and facts.fusion.stored[root]}
+    fusion, values = facts.fusion, facts.graph.values
+    kept = {root for value, root in enumerate(fusion.root) if values[value].shape == (64, 32) and fusion.stored[root]}
     assert len(kept) == arrays

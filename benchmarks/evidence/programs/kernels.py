@@ -521,7 +521,7 @@ for title, function, args in (
     ("rows times matrices in a loop", in_a_loop("bk,bkv->bv"), (leaf(64, 128, 128, dtype=F32), leaf(32, 64, 128, dtype=F32))),
     ("matrices times columns in a loop", in_a_loop("bk,bvk->bv"), (leaf(64, 128, 128), leaf(32, 64, 128))),
     ("outer products and readouts in a loop", a_readout_in_a_loop, (leaf(64, 128, 128, dtype=F32), leaf(32, 64, 128, dtype=F32))),
-    ("rows times matrices of a batch", lambda s, r: jnp.einsum("bk,bkv->bv", r, s), (leaf(32, 512, 512, dtype=F32), leaf(32, 512, dtype=F32))),
+    ("rows times matrices of a batch", lambda s, r: jnp.einsum("bk,bkv->bv", r, s), (leaf(32, 512, 512), leaf(32, 512))),
     ("four columns", lambda x, v: jnp.tanh(x) @ v, (leaf(4096, 2048, dtype=F32), leaf(2048, 4, dtype=F32))),
 ):
     named(title, Program(function, args, counted("convolution(")))
