@@ -197,14 +197,15 @@ class _Fuser:
 
     def _alias_results(self, cond: Op) -> None:
         """Results that are one value in every branch are that; others are written where branches make them."""
+        inside = {value for body in cond.bodies for op in body.ops for value in op.results}
         known: dict[tuple[int, ...], int] = {}
-        passed = _inputs(cond.bodies)
         for holder in cond.holders:
             if holder.value in cond.results:
                 made = tuple(self._find(flow.value) for flow in holder.sources)
-                self.root[holder.value] = shared = made[0] if len({*made}) == 1 else known.setdefault(made, holder.value)
-                for value in made if shared == holder.value else ():
-                    self.root[value] = self.root[value] if value in passed or value != self._find(value) else shared
+                self.root[holder.value] = made[0] if len({*made}) == 1 else known.setdefault(made, holder.value)
+                if self.root[holder.value] == holder.value:
+                    for value in inside.intersection(made):
+                        self.root[value] = holder.value
 
     def _last(self) -> tuple[bool, ...]:
         makes_results = {op.index for op in self.graph.ops if any(self._find(value) in self.returned for value in op.results)}

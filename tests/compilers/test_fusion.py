@@ -378,12 +378,13 @@ def test_what_is_looked_up_in_two_orders_is_stored_in_both(make, stored):
     ("branches", "arrays"),
     [
         ((lambda x, w: x @ w, lambda x, w: jnp.tanh(x)), 2),
+        ((lambda x, w: x @ w, lambda x, w: x), 2),
         ((lambda x, w: (x @ w, x), lambda x, w: (jnp.tanh(x), x)), 2),
         ((lambda x, w: (y := x @ w, y), lambda x, w: (y := jnp.tanh(x), y)), 2),
     ],
 )
 def test_a_conditional_copies_nothing(branches, arrays):
-    """What branches read, pass on or return twice is stored once, and what they make is written where the conditional returns it."""
+    """What branches read, all pass on, or return twice is stored once, and what they make is written where the conditional returns it."""
 
     def program(x, w, p):
         found = jax.lax.cond(p, *branches, x, w)
