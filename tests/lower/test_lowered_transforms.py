@@ -63,10 +63,10 @@ def test_a_transform_that_is_not_split_is_one_operation():
 
 
 def test_a_transform_of_all_dimensions_is_split_over_all_devices():
-    """Without a batch each of 8 chips stores an eighth at every moment."""
+    """Without a batch each of 8 chips stores an eighth at every moment, or less: arrays beside it fit into the core's own memory."""
     x = jax.ShapeDtypeStruct((256, 256, 256), "complex64")
     one, eight = (autoshard.search(jnp.fft.fftn, x, cluster=cluster).cost for cluster in ("v5e:1x1", "v5e:2x4"))
-    assert eight.peak_bytes == one.peak_bytes / 8 and eight.compute_seconds < one.compute_seconds / 3
+    assert 2 * 256**3 * 8 / 8 <= eight.peak_bytes <= one.peak_bytes / 8 and eight.compute_seconds < one.compute_seconds / 3
     assert one.flops == one.transform_flops == 256**3 * 5 * 3 * 8 and eight.flops == one.flops / 8  # 5 n log2 n along each dimension
 
 
