@@ -174,8 +174,8 @@ DEEP = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 6, jax.ShapeDtypeStruct((
 
 def test_where_nothing_is_found_in_time_a_baseline_fits_in_the_form_that_holds_least():
     """The time of the first search is over before it fits, and no other form was searched."""
-    found = autoshard.search(deep, *DEEP, cluster="v5e:2x4", memory_limit_bytes=220_000, remat=None, time_limit_seconds=1e-3)
-    assert found.microbatches > 1 and found.cost.peak_bytes <= 220_000
+    found = autoshard.search(deep, *DEEP, cluster="v5e:2x4", memory_limit_bytes=240_000, remat=None, time_limit_seconds=1e-3)
+    assert found.microbatches > 1 and found.cost.peak_bytes <= 240_000
     assert any("ended early" in note for note in found.notes)
 
 
