@@ -159,7 +159,15 @@ def _confirmation(record: Record) -> list[Part]:
     measures = {each.measure for each in confirmation.finalists if each.measure and each.seconds is not None}
     notes = [_MEASURES[measure] for measure in _MEASURES if measure in measures]
     columns = ("found by", "mesh", ">predicted", ">confirmed", "", ">sent", ">work", ">peak memory", "")
-    return [title, Table(columns, rows, tuple(notes))]
+    return [title, Table(columns, rows, tuple(notes)), *_of_which(record)]
+
+
+def _of_which(record: Record) -> list[Part]:
+    """Which figures are compiled, where the cost of a strategy is."""
+    if record.confirmation is None or record.cost.peak_bytes != record.confirmation.peak_bytes:
+        return []
+    text = "The step time and the peak memory above are as compiled. Times and bytes of their parts are as predicted, and add up to other sums."
+    return [Paragraph(text)]
 
 
 def compiled_table(record: Record) -> Table:

@@ -17,9 +17,11 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from autoshard.analysis.values import accumulators
+from autoshard.cluster import Cluster
 from autoshard.errors import InfeasibleError, ShardingError
-from autoshard.ir import Assignment, Graph, Layout, Op, divides, local_shape, shards
+from autoshard.ir import Assignment, Graph, Layout, Mesh, Op, divides, local_shape, shards
 from autoshard.judge.evaluate import Judgement
+from autoshard.judge.model import CostModel
 from autoshard.primitives import is_loop, is_matrix, is_transform, primitive
 from autoshard.problem import NO_HINTS, Hints, Problem
 from autoshard.progress import Progress, silent
@@ -268,6 +270,9 @@ def batch_dims(problem: Problem) -> dict[int, int]:
     Size and dimension are those of the arrays that, split over the mesh, split the work with least communication.
     """
     graph, state = problem.graph, _arguments_with_state(problem.graph)
+    leading = [graph.values[alike[0]].shape[0] for alike in alike_arguments(graph, 0, state | graph.without_examples(0))]
+    if leading and not any(size % n == 0 for size in leading for n in problem.mesh.sizes if n > 1):
+        problem = _dividing(problem, leading[0])
     enough = problem.cached(_enough_flops)
     found: list[tuple[bool, float, float, int, int]] = []
     for dim in (0, 1):
@@ -282,6 +287,12 @@ def batch_dims(problem: Problem) -> dict[int, int]:
     *_, dim, size = min(found)
     free = (value for value in graph.arguments if value not in state | graph.without_examples(dim))
     return {value: dim for value in free if graph.values[value].shape[dim : dim + 1] == (size,)}
+
+
+def _dividing(problem: Problem, size: int) -> Problem:
+    """The program on the fewest devices that divide a size: on a mesh whose axes do not, another dimension would be taken for the batch."""
+    n = next((n for n in range(2, size + 1) if size % n == 0), 1)
+    return Problem(problem.facts, CostModel(Cluster.parse(f"cpu:{n}"), Mesh.of({"batch": n})))
 
 
 def _arguments_with_state(graph: Graph) -> set[int]:

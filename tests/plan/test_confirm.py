@@ -272,6 +272,7 @@ def test_a_confirmed_strategy_is_saved_loaded_and_explained(processes, monkeypat
     assert reloaded(found).confirmation == found.confirmation
     shown = " ".join(str(found.explain()).split())
     assert "published runs on such devices; " in shown and "as XLA:TPU schedules it" in shown and "Confirmed by XLA:TPU" in shown
+    assert "above are as compiled. Times and bytes of their parts are as predicted" in shown
     assert "confirm" not in str(searched(None).explain()).lower()
 
 

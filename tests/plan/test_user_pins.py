@@ -457,6 +457,22 @@ def test_the_batch_of_a_forward_pass_and_under_a_scan():
     assert specs(found)["xs"] == P(None, "data", None)
 
 
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_batch_that_does_not_divide_is_still_the_batch(padding):
+    """It is padded, or refused; another dimension that divides, such as of features, is not taken for it."""
+    args = array(16, 64), array(30, 16)
+    options = {"batch_axes": "data", "mesh": {"data": 8}, "padding": padding}
+
+    def forward(params, x):
+        return (x @ params).sum()
+
+    if padding:
+        assert specs(search(forward, *args, **options))["x"] == P("data", None)
+    else:
+        with pytest.raises(ShardingError, match="dimension 0 of x has size 30"):
+            search(forward, *args, **options)
+
+
 def test_batch_axes_that_do_not_fit_are_refused():
     """An axis that the mesh lacks, a batch that does not divide, a pin that says otherwise, a program without a batch."""
     args = plain_args()
