@@ -166,7 +166,7 @@ def _of_which(record: Record) -> list[Part]:
     """Which figures are compiled, where the cost of a strategy is."""
     if record.confirmation is None or record.cost.peak_bytes != record.confirmation.peak_bytes:
         return []
-    text = "The step time and the peak memory above are as compiled. Times and bytes of their parts are as predicted, and add up to other sums."
+    text = "The step time and the peak memory above are as compiled. Times and bytes of their parts are as predicted and differ."
     return [Paragraph(text)]
 
 
