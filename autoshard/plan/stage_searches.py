@@ -223,7 +223,7 @@ class _StageSearches:
         own = tuple(pins.kept.items()), tuple(pins.batch.items()), None if self.request.start is None else graph.argument_paths
         key = graph.fingerprint, graph.donated, tuple(pins.given.items()), *own, pins.stacked, limit, devices.name
         known = self.known.setdefault(key, [])
-        solution = next((found for *asked, found in known if _answers(asked[0], asked[1], found.assignment, mesh, fixed)), None)
+        solution = next((found for had, before, found in known if _answers(had, before, found.assignment, mesh, fixed)), None)
         if solution is not None:
             problem = prepared.problem(solution.assignment.mesh, limit, ())
             solution = replace(solution, judgement=problem.evaluate(solution.assignment), stats={})
@@ -263,7 +263,7 @@ class _StageSearches:
         if self.request.memory_limit_bytes is not None:
             record = replace(record, stats={**record.stats, "memory_limit_bytes": self.request.memory_limit_bytes})
         known = None
-        if own is self.traced:
+        if own is not None and own is self.traced:
             known = Searched(self.facts, cuts=self.call.cuts.get((own, record.program.microbatches)))
         return Plan(record, own, self.pins, abstract_call(self.call.fn, self.call.args), known, strategy.passes)
 
