@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from autoshard.ir import Assignment, Graph, Op, Rule, local_shape, operand_layout
 from autoshard.primitives import is_view, primitive
@@ -33,22 +33,22 @@ def deep_updates(
 def updating_products(graph: Graph, readers: Sequence[Sequence[int]]) -> dict[int, Op]:
     """The products of whose results new state is computed element by element, by the result or the last view of it."""
     ops, found = graph.walk(), dict[int, Op]()
-    state = {graph.values[graph.results[result]].size for result, _ in graph.aliases}
+    state = frozenset(graph.results[result] for result, _ in graph.aliases)
+    sizes = {graph.values[value].size for value in state}
     for op in ops:
-        if op.primitive != "dot_general" or graph.values[op.results[0]].size not in state:
+        if op.primitive != "dot_general" or graph.values[op.results[0]].size not in sizes:
             continue
         value = op.results[0]
         while len(readers[value]) == 1 and is_view((reader := ops[readers[value][0]]).primitive) and not reader.bodies:
             (value,) = reader.results
-        if _becomes_state(graph, readers, value):
+        if _becomes(state, graph, readers, value):
             found[value] = op
     return found
 
 
-def _becomes_state(graph: Graph, readers: Sequence[Sequence[int]], gradient: int) -> bool:
+def _becomes(state: Set[int], graph: Graph, readers: Sequence[Sequence[int]], gradient: int) -> bool:
     """Whether new state is made of a value by elementwise operations."""
     ops, waiting, seen = graph.walk(), [gradient], {gradient}
-    state = {graph.results[result] for result, _ in graph.aliases}
     while waiting:
         if (value := waiting.pop()) in state:
             return True
