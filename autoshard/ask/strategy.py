@@ -71,7 +71,7 @@ class Strategy(Answer):
 
         Args:
             pins: as for `search`, beside the strategy's own, which they override.
-            cluster: other devices; its mesh is then searched, with up to two axes.
+            cluster: other devices; its mesh is then searched, as `search` does.
             mesh: axis sizes by name; None keeps the mesh and its placement where the devices are the same.
             batch: the size of the whole batch: of the dimension that `data_parallel` would split.
             microbatches: their number; None keeps it. Of a pipeline, that of each of its schedule's tasks.

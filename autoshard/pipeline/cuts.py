@@ -21,12 +21,13 @@ class Cuts:
     Programs, and arrays that they close over, are gone with these.
 
     Attributes:
+        traced: the step.
         n: the number of microbatches.
         passes: over them, as `autoshard.microbatch.passes_of` finds them.
     """
 
     def __init__(self, traced: Traced, n: int):
-        self.n = n
+        self.traced, self.n = traced, n
         self.passes: tuple[Pass, ...] = passes_of(traced, n)
         self._made: dict[tuple[Any, ...], Any] = {}
 

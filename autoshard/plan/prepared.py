@@ -165,22 +165,24 @@ def prepare(
     corrections: Corrections = NO_CORRECTIONS,
 ) -> Prepared:
     """A request's program in a form, checked, traced and with the meshes that are worth trying; other arguments are `traced_of`'s."""
-    cluster, searcher, asked, stages = cluster_of(request.cluster), request.searcher, request.asked, request.stages_of_one_program
+    cluster, searcher, stages, earlier = cluster_of(request.cluster), request.searcher, request.stages_of_one_program, request.earlier
     limit = limit_of(cluster, request.memory_limit_bytes)
     most = most_axes(request.mesh, searcher)
-    if (given := request.given_mesh) is not None:
-        check_covers(cluster, given, stages)
     ticking = OneProgram(stages, form.microbatches, rounds, request.schedule == WEIGHTS_APART) if stages > 1 else None
-    how = form, whole, ticking, asked.batch
+    how = form, whole, ticking, request.asked.batch
     traced, facts, seconds = traced_of(fn, args, request.donate_argnums, request.axes, cluster, *how)
     facts = facts.corrected(corrections)
-    pins = user_pins(asked, traced.graph, own_annotations(fn, args, traced), given is None)
+    if (given := request.given_mesh) is not None:
+        check_covers(cluster, given, traced.stages)
+    pins = pins_of(fn, args, request, traced)
     more = tuple(searcher.in_specs.items()) if isinstance(searcher, Manual) else ()
-    meshes, is_free = meshes_of(cluster, pins, given, most, stages, more)
+    meshes, is_free = meshes_of(cluster, pins, given, most, traced.stages, more)
     is_limited = request.memory_limit_bytes is not None
     finest = request.mesh if isinstance(request.mesh, int) else MOST_AXES
     finest = finest if is_free and searcher.automatic else 0
-    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, abstract_call(fn, args), None, is_limited)
+    call = None if plain(fn) is None else abstract_call(fn, args)
+    tables = earlier._searched.problem if earlier is not None and facts is earlier._searched.facts else None
+    prepared = Prepared(traced, facts, cluster, meshes, finest, pins, limit, seconds, call, tables, is_limited)
     return batch_found(prepared)
 
 
@@ -191,6 +193,14 @@ def batch_found(prepared: Prepared) -> Prepared:
     mesh = min(prepared.meshes, key=lambda mesh: max(mesh.sizes, default=1))
     found = prepared.problem(mesh, None, ())
     return prepared if mesh.size == 1 else replace(prepared, pins=with_batch(prepared.pins, batch_dims(found)))
+
+
+def pins_of(fn: Callable[..., Any], args: tuple[Any, ...], request: Request, traced: Traced) -> UserPins:
+    """The pins of a request's program; those of arguments that an earlier search kept stay."""
+    own = None if request.earlier is None else request.earlier._pins
+    if own is not None:
+        return own.again(request.asked, traced.graph)
+    return user_pins(request.asked, traced.graph, own_annotations(fn, args, traced), request.given_mesh is None)
 
 
 def own_annotations(fn: Callable[..., Any], args: tuple[Any, ...], traced: Traced) -> list[tuple[Annotation, ...]]:

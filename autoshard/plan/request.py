@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from autoshard.errors import ShardingError
 from autoshard.ir import Mesh
 from autoshard.mesh_search.anytime import checked_seconds, endings
 from autoshard.options import OPTIONS, checked
+from autoshard.pipeline.cuts import Cuts
 from autoshard.pipeline.schedule import ONE_PROGRAM
 from autoshard.plan.confirm import Confirm, confirm_of
 from autoshard.plan.meshes import given_mesh
@@ -21,9 +23,10 @@ from autoshard.plan.microbatching import Microbatches
 from autoshard.plan.plan import Plan
 from autoshard.plan.start import checked as checked_start
 from autoshard.plan.user_pins import Asked, Pins
+from autoshard.problem import Hints
 from autoshard.rewrite import Padding, Rewriting
 from autoshard.search import Auto, Searcher, searcher_of
-from autoshard.trace import Batch
+from autoshard.trace import Batch, Traced
 
 LEAST_SECONDS = 1e-3  # of a search that comes when the time is over: it has its first answer
 SEARCHING = 0.5  # of a search that is confirmed: its share of the progress, and of a time limit
@@ -44,6 +47,7 @@ class Request:
         seconds: the time limit; None: there is none.
         rewriting: kernels, balance and padding.
         chunks: stages on each part of the devices; None: as many as is fastest.
+        earlier: a plan of the same function, whose pins of arguments, facts, tables and messages serve; None: none is known.
         asks: whether a compiler is asked of a plan near the memory limit that nobody confirms.
         is_thorough: whether the step without stages is no slower than with each number of microbatches and recomputation alone.
     """
@@ -65,6 +69,7 @@ class Request:
     chunks: int | None = None
     plan: str = "sharding"
     start: Plan | None = None
+    earlier: Plan | None = None
     rewriting: Rewriting = field(default_factory=Rewriting)
     asks: bool = False
     is_thorough: bool = False
@@ -173,6 +178,17 @@ class Request:
     def searching_seconds(self) -> float | None:
         """The part of the time limit that is for searching."""
         return self.seconds if self.confirm is None or self.seconds is None else self.seconds * SEARCHING
+
+    @property
+    def warm(self) -> Hints | None:
+        """What the search of an earlier plan of the function found; None: there is none."""
+        return None if self.earlier is None else replace(self.earlier._searched.hints, least=math.inf, start=None)
+
+    @property
+    def cuts(self) -> dict[tuple[Traced, int], Cuts]:
+        """The cuts of an earlier plan's program into stages, as `autoshard.plan.stage_planner.Pipeline` takes them."""
+        known = None if self.earlier is None else self.earlier._searched.cuts
+        return {} if known is None else {(known.traced, known.n): known}
 
     @property
     def limited(self) -> Searcher:

@@ -94,7 +94,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
     devices = cluster_of(request.cluster)
     kept, notes = kept_corrections(devices)
     if how is None:
-        found = _finalists(fn, args, request, progress, 1, incumbent, replace(kept, generalises=True)).strategies[0]
+        found = finalists(fn, args, request, progress, 1, incumbent, replace(kept, generalises=True)).strategies[0]
         return noted(found, *notes, *as_compiled_before(found))
 
     def searched(within: float | None, corrections: Corrections, progress: Progress) -> Board | Plan:
@@ -103,7 +103,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
         seconds = request.searching_seconds if until == math.inf else max((until - time.perf_counter()) / 2, LEAST_SECONDS)
         limit = request.memory_limit_bytes if within is None else within
         own = replace(request.within(seconds, None), memory_limit_bytes=limit)
-        found = _finalists(fn, args, own, part(progress, 0.0, SEARCHING), how.finalists, corrections=corrections)
+        found = finalists(fn, args, own, part(progress, 0.0, SEARCHING), how.finalists, corrections=corrections)
         strategies, finders, is_over = found.strategies, found.finders, found.is_over
         if how.by == "devices":
             strategies, finders, is_over = finalists_of_process_0(strategies, finders, is_over)
@@ -128,7 +128,7 @@ def _searched(fn: TracedOnce, args: tuple, request: Request, progress: Progress,
 
 
 @dataclass(frozen=True, slots=True)
-class _Finalists:
+class Finalists:
     """The best distinct strategies of a search, fastest first.
 
     Attributes:
@@ -144,7 +144,7 @@ class _Finalists:
 
 
 @rarely_collecting()
-def _finalists(
+def finalists(
     fn: TracedOnce,
     args: tuple,
     request: Request,
@@ -152,8 +152,8 @@ def _finalists(
     wanted: int,
     incumbent: Incumbent | None = None,
     corrections: Corrections = NO_CORRECTIONS,
-) -> _Finalists:
-    """The best strategies that a search of a request finds, of which nothing is confirmed; ``wanted`` at most.
+) -> Finalists:
+    """The best strategies that a search of a request finds, of which nothing is confirmed and no variants are tried; ``wanted`` at most.
 
     Args:
         corrections: of predicted kernels of a step that is one program, by what was compiled.
@@ -166,15 +166,15 @@ def _finalists(
     known = incumbent or Incumbent()
 
     def whole(request: Request, progress: Progress) -> Sequence[Plan]:
-        return _finalists(fn, args, request, progress, wanted, known, corrections).strategies
+        return finalists(fn, args, request, progress, wanted, known, corrections).strategies
 
-    started, call = time.perf_counter(), Call(fn, args, request, progress)
+    started, call = time.perf_counter(), Call(fn, args, request, progress, cuts=request.cuts)
     found = full(call, whole, known) if request.stages is None else in_stages(call, request.stages)
     is_over = bool(found[0].record.stats.get("ended_early")) and not _timed_out(request, time.perf_counter() - started)
-    return _Finalists(found[:wanted], [each.record.searcher.name for each in found[:wanted]], started, is_over)
+    return Finalists(found[:wanted], [each.record.searcher.name for each in found[:wanted]], started, is_over)
 
 
-def _any_stages(fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, corrections: Corrections) -> _Finalists:
+def _any_stages(fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, corrections: Corrections) -> Finalists:
     """The best of the step without stages, and in a few numbers of stages of one program."""
     started, n = time.perf_counter(), cluster_of(request.cluster).n_devices
     asked = [request.every_form, *(replace(request, plan="sharding", stages=k) for k in STAGES if n % k == 0)]
@@ -192,12 +192,12 @@ def _any_stages(fn: TracedOnce, args: tuple, request: Request, progress: Progres
         raise failure
     error = cluster_of(request.cluster).device.pair_error
     strategies, finders = zip(*simplest_first(found, error, lambda each: figures_of_plan(each[0])), strict=True)
-    return _Finalists(noted_if_equal(strategies, error)[:wanted], finders[:wanted], started, False)
+    return Finalists(noted_if_equal(strategies, error)[:wanted], finders[:wanted], started, False)
 
 
 def _of_one_program(
     fn: TracedOnce, args: tuple, request: Request, progress: Progress, wanted: int, incumbent: Incumbent | None, corrections: Corrections
-) -> _Finalists:
+) -> Finalists:
     """The same of a step that is one program on all devices, whether it has stages or not."""
     chosen, number, n_stages, seconds = request.limited, request.microbatches, request.stages_of_one_program, request.seconds
     ask = partial(prepare, fn, args, replace(request, searcher=chosen), corrections=corrections)
@@ -205,7 +205,7 @@ def _of_one_program(
 
     def attempts(number: Microbatches, seconds: float | None, progress: Progress, whole: Whole | None = None, rounds: int = 1) -> Attempts:
         same = request.remat, request.offload, request.mesh, request.start, request.memory_limit_bytes is None
-        how = progress, request.ends, seconds, n_kept, whole
+        how = progress, request.ends, seconds, n_kept, whole, request.warm
         return Attempts(partial(ask, rounds=rounds), chosen, number, *same, *how, is_full=request.is_thorough)
 
     trail, known = (), math.inf
@@ -227,7 +227,7 @@ def _of_one_program(
     strategies = [prepared.plan(each.assignment.mesh, replace(each, stats=stats), chosen, problem) for each in solutions]
     strategies = [each.with_record(replace(each.record, trail=trail)) for each in strategies]
     is_over = bool(solution.stats.get("ended_early")) and not _timed_out(request, searching)
-    return _Finalists(strategies, [each.finder or chosen.name for each in solutions], started, is_over)
+    return Finalists(strategies, [each.finder or chosen.name for each in solutions], started, is_over)
 
 
 def _timed_out(request: Request, seconds: float) -> bool:

@@ -33,7 +33,7 @@ from autoshard.plan.prepared import (
     batch_found,
     cluster_of,
     limit_of,
-    own_annotations,
+    pins_of,
     searched_on_meshes,
     traced_of,
 )
@@ -41,7 +41,7 @@ from autoshard.plan.recomputing import recomputations, staged_remat
 from autoshard.plan.refusals import or_refused
 from autoshard.plan.request import Request
 from autoshard.plan.stage_planner import Pipeline
-from autoshard.plan.user_pins import UserPins, stage_pins, user_pins
+from autoshard.plan.user_pins import UserPins, stage_pins
 from autoshard.problem import Problem
 from autoshard.progress import Progress
 from autoshard.recompute import optimizer_state
@@ -65,7 +65,6 @@ class Call:
         progress: a callback.
         recomputed: the recomputation that is tried first; None: none is.
         hosts: whether stages that do not fit otherwise have their optimizer state on hosts before others are recomputed.
-        earlier: the pins of an earlier search, whose arguments' shardings are kept; None: those that arguments have.
         cuts: as in `Pipeline`.
     """
 
@@ -75,7 +74,6 @@ class Call:
     progress: Progress
     recomputed: Remat | None = None
     hosts: bool = False
-    earlier: UserPins | None = None
     cuts: dict[tuple[Traced, int], Cuts] = field(default_factory=dict)
 
     @property
@@ -111,12 +109,8 @@ class Call:
 
     def pins(self, traced: Traced, facts: ProgramFacts, part: Cluster) -> UserPins:
         """The pins of the whole step, with the batch found where axes for it are given; all stages have one mesh, of a ``part``."""
-        asked = self.request.asked
-        annotations = own_annotations(self.fn, self.args, traced) if asked.arguments else [()] * len(traced.graph.arguments)
-        pins = user_pins(asked, traced.graph, annotations, self.request.given_mesh is None)
-        if self.earlier is not None:
-            pins = replace(pins, kept={at: each for at, each in self.earlier.kept.items() if at not in pins.given}, notes=())
-        if not asked.batch_axes:
+        pins = pins_of(self.fn, self.args, self.request, traced)
+        if not pins.asked.batch_axes:
             return pins
         meshes, _ = meshes_of(part, pins, self.request.given_mesh, 2, is_part=True)
         limit = limit_of(part, self.request.memory_limit_bytes)

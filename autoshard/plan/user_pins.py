@@ -157,6 +157,12 @@ class UserPins:
         kept = {at: PartitionSpec(*(None if entry is _OPEN else entry for entry in found.spec or ())) for at, found in self.kept.items()}
         return [self.given.get(at, kept.get(at, PartitionSpec())) for at in range(len(self.graph.arguments))]
 
+    def again(self, asked: Asked, graph: Graph) -> UserPins:
+        """The pins of the program traced again, with others of some arguments, which come before."""
+        given = {position: spec for pattern, spec in asked.specs.items() for position in matching(pattern, graph.argument_paths)}
+        kept = {at: each for at, each in self.kept.items() if at not in given}
+        return replace(self, asked=asked, graph=graph, given={**self.given, **given}, kept=kept)
+
     def ordering(self) -> Iterator[tuple[str, Any]]:
         """The specs that say in which order axes split a dimension, with what each is on, in words."""
         for position, spec in enumerate(self.specs):

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoshard.compilers import Compiler
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir.rewrites import Rewrite
+from autoshard.ir.rewrites import Rewrite, variant
 from autoshard.rewrite import rewritten
 from autoshard.trace import Traced
 
@@ -19,21 +19,24 @@ class TracedOnce:
 
     Attributes:
         rewrites: what its program is rewritten by.
+        known: its trace, rewritten, and the facts of that, from an earlier search; None: it is traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], rewrites: tuple[Rewrite, ...] = ()):
+    def __init__(self, fn: Callable[..., Any], rewrites: tuple[Rewrite, ...] = (), known: tuple[Traced, ProgramFacts] | None = None):
         self.__wrapped__ = fn
         self.rewrites = rewrites
+        self.known = known
         self._traces: dict[Hashable, Traced] = {}
-        self._facts: list[tuple[Traced, Compiler, ProgramFacts]] = []
+        self._facts = [] if known is None else [known]
 
     def __call__(self, *args: Any) -> Any:
         return self.__wrapped__(*args)
 
     @property
     def alone(self) -> Callable[..., Any]:
-        """The function without its traces, for other arguments."""
-        return TracedOnce(self.__wrapped__, self.rewrites) if self.rewrites else self.__wrapped__
+        """The function without its traces, for other arguments, and in no form."""
+        own = variant(self.rewrites)
+        return TracedOnce(self.__wrapped__, own) if own else self.__wrapped__
 
     def rewritten(self, rewrites: tuple[Rewrite, ...]) -> TracedOnce:
         """The function whose program is rewritten, which shares the trace; itself where it is rewritten so already."""
@@ -45,6 +48,8 @@ class TracedOnce:
 
     def traced(self, options: Hashable, make: Callable[[], Traced]) -> Traced:
         """The trace with these options, rewritten, made if there is none yet."""
+        if self.known is not None:
+            return self.known[0]
         for n in range(len(self.rewrites) + 1):
             key = options, self.rewrites[:n]
             if key not in self._traces:
@@ -53,8 +58,8 @@ class TracedOnce:
 
     def facts(self, traced: Traced, compiler: Compiler, make: Callable[[], ProgramFacts]) -> ProgramFacts:
         """The facts of such a trace for a compiler, made if there are none yet."""
-        for one, other, facts in self._facts:
-            if one is traced and other == compiler:
+        for one, facts in self._facts:
+            if one is traced and facts.compiler == compiler:
                 return facts
-        self._facts.append((traced, compiler, make()))
+        self._facts.append((traced, make()))
         return self._facts[-1][-1]

@@ -198,7 +198,7 @@ def test_a_search_s_own_options_stay():
 def test_what_a_search_computed_serves_its_what_ifs(monkeypatch):
     """Other pins and meshes need no facts of the program again; another pin of an argument none of the other tables."""
     found = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, **OPTIONS)
-    monkeypatch.setattr("autoshard.ask.what_if.program_facts", None)
+    monkeypatch.setattr("autoshard.plan.prepared.program_facts", lambda *_: pytest.fail("the program's facts are known"))
     monkeypatch.setattr("autoshard.plan.plan.program_facts", None)
     assert found.what_if(mesh={"data": 2, "model": 4}).strategy.what_if(cluster="v5e:4x4").data.after.n_devices == 16
     monkeypatch.setattr("autoshard.problem.problem.decisions_of", None)
