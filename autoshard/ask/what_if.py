@@ -145,8 +145,9 @@ class _Program:
         """The best plan of the rewritten program, by dynamic programming if that can hold it."""
         strategy, known = self.strategy, self.strategy._traced
         fn, args = (strategy._call or (None, ())) if self.batch is None else with_batch_size(strategy, self.batch)
-        serves = known is not None and self.batch is None and rewrites == known.rewrites
-        once = TracedOnce(plain(fn), rewrites, (known, strategy._searched.facts) if serves else None)
+        assert known is not None, "a strategy with its program"
+        serves = self.batch is None and rewrites == known.rewrites
+        once = TracedOnce(fn and plain(fn), rewrites, (known, strategy._searched.facts) if serves else None)
 
         def by(searcher: Searcher) -> Plan:
             own = replace(request, searcher=searcher)

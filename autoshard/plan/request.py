@@ -54,7 +54,7 @@ class Request:
 
     cluster: Cluster | str | Path | None = None
     searcher: Searcher = field(default_factory=Auto)
-    mesh: Mapping[str, int] | jax.sharding.Mesh | int | None = None
+    mesh: Mapping[str, int] | jax.sharding.Mesh | Mesh | int | None = None
     asked: Asked = field(default_factory=Asked)
     memory_limit_bytes: float | None = None
     donate_argnums: int | Sequence[int] = ()

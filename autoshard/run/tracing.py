@@ -18,12 +18,13 @@ class TracedOnce:
     `search` takes it in place of the function, which is its ``__wrapped__``.
 
     Attributes:
+        fn: the function; None of a part of one, whose trace is known.
         rewrites: what its program is rewritten by.
         known: its trace, rewritten, and the facts of that, from an earlier search; None: it is traced.
     """
 
-    def __init__(self, fn: Callable[..., Any], rewrites: tuple[Rewrite, ...] = (), known: tuple[Traced, ProgramFacts] | None = None):
-        self.__wrapped__ = fn
+    def __init__(self, fn: Callable[..., Any] | None, rewrites: tuple[Rewrite, ...] = (), known: tuple[Traced, ProgramFacts] | None = None):
+        self.__wrapped__: Any = fn
         self.rewrites = rewrites
         self.known = known
         self._traces: dict[Hashable, Traced] = {}
