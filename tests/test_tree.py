@@ -14,8 +14,10 @@ LOGIC = ("analysis", "compilers", "cost", "inference", "judge", "mesh_search", "
 
 # Modules that no test file is named after, and that none imports: the file in which the class or function that uses them is tested.
 TESTED_BY = {
+    "compilers/aliases.py": "compilers/test_fusion.py",
     "compilers/base.py": "compilers/test_buffer_assignment.py",
     "compilers/cpu.py": "compilers/test_buffer_assignment.py",
+    "compilers/epilogues.py": "compilers/test_fusion.py",
     "compilers/fused_program.py": "compilers/test_fusion.py",
     "compilers/gpu.py": "compilers/test_gpu_compiler.py",
     "compilers/tpu/compiler.py": "compilers/test_kernel_traffic.py",

@@ -20,7 +20,7 @@ from autoshard.compilers.all_reduce_combiner import Sums, is_formed
 from autoshard.compilers.buffers import Buffers, Copy
 from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
 from autoshard.compilers.fused_program import Fusion, Kernel
-from autoshard.compilers.fusion import FusionRules
+from autoshard.compilers.fusion_rules import FusionRules
 from autoshard.compilers.grouped import Grouped, dense
 from autoshard.compilers.kernel_order import Lifetimes, Orders, program_orders, shortest
 from autoshard.compilers.op_patterns import Minor

@@ -36,67 +36,26 @@ Linear in the program's size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import heapify, heappop, heappush
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autoshard.analysis.demanded_precision import REDUCTION, Demands, is_narrow
-from autoshard.analysis.vector_products import is_outer_product
+from autoshard.compilers.aliases import Aliases
+from autoshard.compilers.epilogues import Epilogues
 from autoshard.compilers.fused_program import Fusion, Kernel
-from autoshard.compilers.grouped import is_grouped
+from autoshard.compilers.fusion_rules import FusionRules, OpKinds
 from autoshard.compilers.op_patterns import (
-    added_to,
-    are_together,
     is_call,
-    is_one_hot,
-    looked_up_in_two_orders,
     minor,
     recomputes,
     reordered,
     sliced,
-    stands_alone,
-    stays_narrow,
-    trims,
 )
 from autoshard.ir import Body, Graph, Op, Value
-from autoshard.primitives import is_control_flow, is_matrix, is_reduction, is_scatter, is_view, primitive, updates
+from autoshard.primitives import is_control_flow, is_reduction, is_scatter, primitive, updates
 
 NARROW_WORK = 2 / 3  # of float32's cycles, in bfloat16; evidence: vector work in bfloat16
-LONGEST = 64  # ops of an epilogue that are looked at: the compiler sets no limit; evidence: long epilogues
 MOST = 6  # sources, or readers, that are told apart: more are as good as this many; evidence: values of several readers
-
-
-@dataclass(frozen=True, slots=True)
-class FusionRules:
-    """How one compiler fuses.
-
-    Attributes:
-        patience: vector operations on an element, for each of its bytes, from which a value is kept that several kernels would compute.
-        heavier: vector operations an element, by primitive, where the compiler weighs them otherwise than the table of primitives.
-        hides: a kernel's memory traffic beside the value hides work: this times as much work as traffic.
-        fuses_products: whether products compute their operands as they read them, and have epilogues, and outer ones are fused as
-            multiplications are; else they are calls of libraries.
-        fuses_gathers: whether gathers, strided slices and pads between elements are fused with the ops around them.
-        fuses_scatters: whether scatters compute their updates, and add to the summand that their result would be added to.
-        expands_one_hots: whether scatters of one number a row become comparisons of positions.
-        widens_for_readers: whether the readers of a stored value that only widens another one, or that gathers read, too, read what it is
-            made of instead.
-        repeats_sliced: whether values of which several slices are read are computed for each, but for slices of slices.
-        stores_values_of_many: whether values that are computed from `MOST` large ones or more are stored.
-        stores_transposed: whether values are stored that a kernel reads next to products in another order of dimensions.
-    """
-
-    patience: float = math.inf
-    heavier: Mapping[str, float] = field(default_factory=dict)
-    hides: float = 0.0
-    fuses_products: bool = True
-    fuses_gathers: bool = False
-    fuses_scatters: bool = False
-    expands_one_hots: bool = True
-    widens_for_readers: bool = True
-    repeats_sliced: bool = False
-    stores_values_of_many: bool = False
-    stores_transposed: bool = False
 
 
 def fuse(graph: Graph, free: Sequence[bool], demands: Demands, rules: FusionRules) -> Fusion:
@@ -117,11 +76,12 @@ class _Fuser:
         self.free = free
         self.rules = rules
         self.ops = graph.walk()
+        self.kinds = OpKinds(graph, free, rules)
+        self.aliases = Aliases(graph, self.kinds)
+        self._find = self.aliases.find
+        self.readers = self.aliases.readers
         n = len(self.values)
-        self.root = list(range(n))
         self.stored = [False] * n
-        self.absorbed = [False] * n
-        self.readers: list[list[Op]] = [[] for _ in range(n)]
         self.sources: list[tuple[int, ...]] = [()] * n
         self.computed: dict[int, Op] = {}  # the op of a value in registers
         self.handed: set[int] = set()  # what is stored for gathers alone
@@ -130,19 +90,11 @@ class _Fuser:
         self.sinks: list[frozenset[int]] = [frozenset()] * n
         spread = (op for op in self.ops if op.primitive == "broadcast_in_dim" and not self.values[op.operands[0]].rank)
         self.uniform = {op.results[0] for op in spread if free[op.operands[0]]}
-        self.apart = frozenset() if rules.fuses_gathers else looked_up_in_two_orders(graph)
-        self.trims = trims(graph) if rules.fuses_products else {}
-        self.outer = {op.index for op in self.ops if is_outer_product(graph, op)} if rules.fuses_products else set[int]()
-        self.added_to = added_to(graph, free) if rules.fuses_scatters else {}
-        self.in_place = {scatter for _, scatter in self.added_to.values()}
-        self._alias()
-        self.returned = {self._find(value) for value in graph.results}
-        self.padded = tuple(self._find(value) for value in self.trims.values() if value >= 0)
+        self.padded = tuple(self._find(value) for value in self.kinds.trims.values() if value >= 0)
         self.narrow = self._narrow(demands)
         self._store_boundaries()
         self._count_sinks()
-        if rules.fuses_products:
-            self._find_epilogues()
+        self.absorbed = Epilogues(graph, self.aliases, self.kinds, self.stored).absorbed
 
     def fusion(self) -> Fusion:
         for value in (*self.graph.arguments, *self.graph.constants):
@@ -160,55 +112,18 @@ class _Fuser:
             last=self._last(),
             casts=self._casts(),
             minor=self.minor,
-            begun=self._begun(),
+            begun=self.aliases.begun(self.free),
             users=users,
             padded=self.padded,
-            scattered=tuple((scatter, op) for op, (_, scatter) in self.added_to.items()),
+            scattered=tuple((scatter, op) for op, (_, scatter) in self.kinds.added_to.items()),
             kernels=kernels,
         )
 
-    # -- shared memory, and readers ------------------------------------------------------------------------------------------
-
-    def _find(self, value: int) -> int:
-        while self.root[value] != value:
-            value = self.root[value]
-        return value
-
-    def _alias(self) -> None:
-        root = self.root
-        for op in self.ops:
-            if self._is_view(op):
-                shared, _ = self.added_to.get(op.index, (0, 0))
-                root[op.results[0]] = self._find(op.operands[shared])
-            for holder in op.holders:
-                first = next((flow for flow in holder.sources if not flow.inside and not flow.shift), None)
-                alone = len(holder.sources) == 1 and (not holder.views or op.primitive == "cond") and holder.value not in op.results
-                if first is not None and alone:
-                    root[holder.value] = self._find(first.value)  # read in each trip of a loop, or by a call
-                for view in holder.views:
-                    root[view] = holder.value
-            if op.primitive == "cond":
-                self._alias_results(op)
-        for op in self.ops:
-            reads = [*op.operands, *(flow.value for holder in op.holders for flow in holder.sources)]
-            for value in dict.fromkeys(self._find(value) for value in reads):
-                if not is_call(op) and not self._is_view(op):
-                    self.readers[value].append(op)
-
-    def _alias_results(self, cond: Op) -> None:
-        """Results that are one value in every branch are that; others are written where branches make them."""
-        inside = {value for body in cond.bodies for op in body.ops for value in op.results}
-        known: dict[tuple[int, ...], int] = {}
-        for holder in cond.holders:
-            if holder.value in cond.results:
-                made = tuple(self._find(flow.value) for flow in holder.sources)
-                self.root[holder.value] = made[0] if len({*made}) == 1 else known.setdefault(made, holder.value)
-                if self.root[holder.value] == holder.value:
-                    for value in inside.intersection(made):
-                        self.root[value] = holder.value
+    # -- what is stored ------------------------------------------------------------------------------------------------------
 
     def _last(self) -> tuple[bool, ...]:
-        makes_results = {op.index for op in self.graph.ops if any(self._find(value) in self.returned for value in op.results)}
+        returned = self.aliases.returned
+        makes_results = {op.index for op in self.graph.ops if any(self._find(value) in returned for value in op.results)}
         return tuple(bool(self.sinks[end]) and self.sinks[end] <= makes_results for end in map(self._find, range(len(self.values))))
 
     def _narrow(self, demands: Demands) -> tuple[bool, ...]:
@@ -225,11 +140,6 @@ class _Fuser:
                         found[root] = found.get(root, (op.index, 0))[0], op.index
         return found
 
-    def _begun(self) -> frozenset[int]:
-        loops = (op for op in self.ops if is_control_flow(op.primitive) and op.trips == 1)
-        flows = ((holder.value, flow) for loop in loops for holder in loop.holders for flow in holder.sources)
-        return frozenset(self._find(value) for value, flow in flows if not flow.inside and not flow.shift and self.free[flow.value])
-
     def _store_boundaries(self) -> None:
         handed: set[int] = set()
         for value in (*self.graph.arguments, *self.graph.results, *self.graph.constants):
@@ -242,8 +152,8 @@ class _Fuser:
                 for holder in op.holders:
                     for value in (holder.value, *(flow.value for flow in holder.sources)):
                         self._store(value, even_free=True)
-            elif self._stands_alone(op) and not self._is_one_hot(op):
-                for value in () if op.index in self.in_place else op.results:
+            elif self.kinds.stands_alone(op) and not self.kinds.is_one_hot(op):
+                for value in () if op.index in self.kinds.in_place else op.results:
                     self._store(value)
                 for value in self._stored_operands(op):
                     if op.primitive == "gather":
@@ -258,7 +168,7 @@ class _Fuser:
                     self._store(value)
         for value in self.padded:
             self._store(value)
-        for op, (position, _) in self.added_to.items():
+        for op, (position, _) in self.kinds.added_to.items():
             self._store(self.ops[op].operands[position])
         for value in sliced(self.graph, again=self.rules.repeats_sliced):
             self._store(value)
@@ -272,31 +182,10 @@ class _Fuser:
         """The operands of an op outside fusions that are stored before it runs."""
         if self.rules.fuses_scatters and is_scatter(op.primitive):
             return op.operands[:1]
-        return () if self.rules.fuses_products and _computes_operands(op) else op.operands
+        return () if self.rules.fuses_products and self.kinds.computes_operands(op) else op.operands
 
     def _read_by(self, op: Op) -> list[Op]:
         return self.readers[self._find(op.results[0])]
-
-    def _is_view(self, op: Op) -> bool:
-        if op.index in self.trims or op.index in self.added_to:
-            return True
-        if op.index in self.apart:
-            return False
-        return is_view(op.primitive) and not op.bodies and len(op.results) == 1 and bool(op.operands)
-
-    def _stands_alone(self, op: Op) -> bool:
-        if op.index in self.outer:
-            return False
-        return stands_alone(op) and not (self.rules.fuses_gathers and op.primitive in ("gather", "slice", "pad"))
-
-    def _is_product(self, op: Op) -> bool:
-        return is_matrix(op.primitive) and op.index not in self.outer
-
-    def _is_one_hot(self, op: Op) -> bool:
-        return self.rules.expands_one_hots and is_one_hot(op, self.values)
-
-    def _is_elementwise(self, op: Op) -> bool:
-        return not (op.bodies or self._stands_alone(op) or is_reduction(op.primitive)) and len(op.results) == 1
 
     def _store(self, value: int, even_free: bool = False) -> None:
         """Stores a value; one that is made of constants only where a loop reads it, and not the same number everywhere."""
@@ -315,76 +204,15 @@ class _Fuser:
                         break
                     if is_reduction(reader.primitive):
                         continue  # computed along with the operand's other readers
-                    if reader.bodies or self._stands_alone(reader):
+                    if reader.bodies or self.kinds.stands_alone(reader):
                         found.add(reader.index)
                     for result in () if reader.bodies else reader.results:
                         end = self._find(result)
-                        if self.stored[end] and not self._stands_alone(reader):
+                        if self.stored[end] and not self.kinds.stands_alone(reader):
                             found.add(reader.index)
                         elif not self.stored[end]:
                             found |= self.sinks[end]
                 self.sinks[root] = frozenset(sorted(found)[:MOST])
-
-    # -- epilogues -----------------------------------------------------------------------------------------------------------
-
-    def _find_epilogues(self) -> None:
-        for op in self.ops:
-            if _computes_operands(op) and op.index not in self.outer:
-                self._epilogue(op)
-
-    def _epilogue(self, op: Op) -> None:
-        """Stores the last value of a product's epilogue instead of its result."""
-        start = self._find(op.results[0])
-        if self.values[start].size == 0 or not self.stored[start] or start in self.returned:
-            return
-        narrow = stays_narrow(op, self.values)
-        unread = {start: len(self.readers[start])}
-        queue = [reader.index for reader in self.readers[start]]
-        heapify(queue)
-        queued, inside, found, covered = set(queue), [start], start, 1
-        while queue and len(queued) < LONGEST:
-            reader = self.ops[heappop(queue)]
-            if not self._is_elementwise(reader):
-                break
-            made = self._find(reader.results[0])
-            if self.values[made].size != self.values[start].size or self.absorbed[made]:
-                break
-            for value in dict.fromkeys(map(self._find, reader.operands)):
-                if value in unread:
-                    unread[value] -= 1
-                    if not unread[value]:
-                        del unread[value]
-            unread[made] = len(self.readers[made])
-            inside.append(made)
-            for other in self.readers[made]:
-                if other.index not in queued:
-                    queued.add(other.index)
-                    heappush(queue, other.index)
-            wider = self.values[made].itemsize > self.values[start].itemsize
-            widens = wider and (reader.primitive == "convert_element_type" or narrow)
-            if len(unread) == 1 and not widens:
-                found, covered = made, len(inside)
-                if self.stored[made]:
-                    break
-        only = self.readers[found]
-        if self._is_reduced_only(found):
-            for value in inside:  # as far as it was followed
-                self.stored[value], self.absorbed[value] = False, True
-            return
-        if found == start or (len(only) == 1 and self._is_product(only[0]) and not self.stored[found]):
-            return  # the one product that reads it does the work itself
-        for value in inside[:covered]:
-            self.stored[value] = value == found
-            self.absorbed[value] = True
-
-    def _is_reduced_only(self, value: int) -> bool:
-        """Whether reductions alone read a value, widened perhaps: then the product's kernel reduces it, as to minima and their places."""
-        shape = self.values[value].shape
-        while len(only := self.readers[value]) == 1 and only[0].primitive == "convert_element_type":
-            value = self._find(only[0].results[0])
-        return are_together(only) and all(
-            self.values[one.operands[0]].shape == shape and self.values[one.results[0]].rank > 0 for one in only
-        )
 
     # -- kernels -------------------------------------------------------------------------------------------------------------
 
@@ -398,12 +226,12 @@ class _Fuser:
                 kernels.extend(self._kernels(op.bodies[0].ops))
             elif op.bodies:
                 kernels.append(self._loop(op))
-            elif not self._is_view(op):
-                fuses = not self._stands_alone(op) or _computes_operands(op) or self._is_one_hot(op)
+            elif not self.kinds.is_view(op):
+                fuses = not self.kinds.stands_alone(op) or self.kinds.computes_operands(op) or self.kinds.is_one_hot(op)
                 roots = tuple(map(self._find, op.operands))
                 parts = tuple((self.fused.get(root) if fuses else None) or self.sources[root] for root in roots)
                 reads = _merged(parts)
-                own = op.index if self._is_product(op) else -1
+                own = op.index if self.kinds.is_product(op) else -1
                 product = next((products[root] for root in roots if root in products), own) if own < 0 else own
                 if product in (own, -1):
                     through[op.index] = parts
@@ -426,7 +254,7 @@ class _Fuser:
                         self.computed[root] = op
                         if product >= 0 and self.absorbed[root]:
                             products[root] = product
-                maker = makers.get(roots if op.index in self.apart else reads)
+                maker = makers.get(roots if op.index in self.kinds.apart else reads)
                 if made and maker is not None and self._is_made_beside(op, roots, made):
                     kernels[maker] = replace(kernels[maker], makes=(*kernels[maker].makes, *made))  # a product's second result
                 elif made:
@@ -444,7 +272,7 @@ class _Fuser:
         """Whether a kernel makes what an op makes of the same values: for lookups, in another width, or a reduction of what those read."""
         # evidence: maxima of what is looked up
         sums = is_reduction(op.primitive) and not self.handed.isdisjoint(roots)
-        return sums or op.index in self.apart or op.primitive == "convert_element_type" or not self.fused.keys().isdisjoint(made)
+        return sums or op.index in self.kinds.apart or op.primitive == "convert_element_type" or not self.fused.keys().isdisjoint(made)
 
     def _keep(self, value: int, reads: tuple[int, ...]) -> bool:
         """Whether storing a value moves no more memory than computing it for each of its readers."""
@@ -459,7 +287,7 @@ class _Fuser:
     def _is_made_again(self, op: Op, value: int, reads: tuple[int, ...]) -> bool:
         """Whether a value that is stored for gathers is computed again by its other readers: they read no more for it then."""
         # evidence: values handed to gathers are computed again
-        if value not in self.handed or self.absorbed[value] or not self._is_elementwise(op):
+        if value not in self.handed or self.absorbed[value] or not self.kinds.is_elementwise(op):
             return False
         made = self.values[value]
         return 0 < sum(self.values[one].nbytes for one in reads if 2 * self.values[one].size > made.size) <= made.nbytes
@@ -510,7 +338,7 @@ class _Fuser:
                 if flow.inside:  # written where it is carried or stacked, and read from there
                     made = self._find(flow.value)
                     if not self._outside(op, made):
-                        self.root[made] = root
+                        self.aliases.share(made, root)
             if not any(root == self._find(flow.value) for flow in outer):
                 makes.append(root)
             self.sources[root] = (root,)
@@ -527,14 +355,6 @@ class _Fuser:
 
 def _inputs(bodies: tuple[Body, ...]) -> set[int]:
     return {value for body in bodies for value in body.inputs}
-
-
-def _computes_operands(op: Op) -> bool:
-    """Whether an op is a product whose kernel may compute what it reads, and what is made of its result: not of groups.
-
-    evidence: operands of grouped products
-    """
-    return is_matrix(op.primitive) and not is_grouped(op)
 
 
 def _merged(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from autoshard.compilers.base import Compiler, Copies, Partials
 from autoshard.compilers.buffer_assignment import buffers
 from autoshard.compilers.buffers import Buffers
 from autoshard.compilers.fused_program import Fusion
-from autoshard.compilers.fusion import FusionRules
+from autoshard.compilers.fusion_rules import FusionRules
 from autoshard.compilers.kernel_order import Orders, filled_at_once, gradients_last, program_orders, shortest
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.compilers.traffic import Traffic, traffic_by_op

@@ -17,7 +17,8 @@ from autoshard.analysis.demanded_precision import precision_demands
 from autoshard.analysis.values import free_values
 from autoshard.cluster import Cluster
 from autoshard.compilers import compiler_of
-from autoshard.compilers.fusion import FusionRules, fuse
+from autoshard.compilers.fusion import fuse
+from autoshard.compilers.fusion_rules import FusionRules
 from autoshard.trace import trace
 
 SLICES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}

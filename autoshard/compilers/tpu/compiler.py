@@ -12,7 +12,7 @@ from autoshard.cluster.device import LANES
 from autoshard.compilers.base import Compiler, Copies, Partials, Recomputed
 from autoshard.compilers.buffers import Buffers
 from autoshard.compilers.fused_program import Fusion, Kernel
-from autoshard.compilers.fusion import FusionRules
+from autoshard.compilers.fusion_rules import FusionRules
 from autoshard.compilers.grouped import Grouped, dense, in_blocks, is_plain, rows_of
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.program_facts import ProgramFacts
