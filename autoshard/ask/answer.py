@@ -23,8 +23,8 @@ from autoshard.problem import Problem
 from autoshard.progress import Progress, silent
 from autoshard.report import HtmlReport, report, report_of
 from autoshard.run.pipeline_step import passes_as
+from autoshard.run.program import program_of
 from autoshard.run.recorded import lasting
-from autoshard.run.step import program_of
 from autoshard.strategy import Record, save_record
 from autoshard.trace import outside_mesh
 from autoshard.trace.leaves import argument_names

@@ -16,7 +16,8 @@ from autoshard.plan.request import Request
 from autoshard.progress import Progress
 from autoshard.run.diloco import DiLoCo, OuterState
 from autoshard.run.outer_step import OuterStep, is_copied
-from autoshard.run.step import call_type, platform_options
+from autoshard.run.sharded import call_type
+from autoshard.run.step import platform_options
 from autoshard.trace import function_name, held
 
 RUNNING = ("devices", "compiler_options", "bucket_bytes")

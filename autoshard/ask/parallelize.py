@@ -29,7 +29,8 @@ from autoshard.rewrite import Padding
 from autoshard.run.calls import UNLIKE, is_traced
 from autoshard.run.diloco import DiLoCo
 from autoshard.run.padded import PaddedArguments
-from autoshard.run.step import Sharded, Step, call_type, plain
+from autoshard.run.sharded import Sharded, call_type, plain
+from autoshard.run.step import Step
 from autoshard.search import Searcher
 from autoshard.trace import Batch, Held, Static, function_name, held
 from autoshard.verify import Options

@@ -27,7 +27,7 @@ from autoshard.rewrite.ring_attention import IMPLEMENTATIONS
 from autoshard.rules import rules_of
 from autoshard.rules.kernels import kernel_rule
 from autoshard.run.padded import PaddedArguments
-from autoshard.run.step import plain
+from autoshard.run.sharded import plain
 from autoshard.strategy import Record
 from autoshard.trace import Traced, trace
 from autoshard.verify import several_devices

@@ -10,7 +10,7 @@ from autoshard.ask.strategy import Strategy
 from autoshard.errors import StrategyError
 from autoshard.plan.request import Request
 from autoshard.progress import Progress
-from autoshard.run.step import Positional, Sharded, several
+from autoshard.run.sharded import Positional, Sharded, several
 from autoshard.trace import function_name
 
 

@@ -31,7 +31,8 @@ from autoshard.run.padded import PaddedArguments
 from autoshard.run.pipeline_step import step_of
 from autoshard.run.placing import apart, check_equal, put, sharded_leaves
 from autoshard.run.recorded import lasting
-from autoshard.run.step import Step, check_alive, platform_options
+from autoshard.run.sharded import check_alive
+from autoshard.run.step import Step, platform_options
 from autoshard.run.structure import alike, dtype_of, per_argument, position_of, rebuild
 from autoshard.strategy import TensorRecord, load_record
 from autoshard.trace import SplitModules, outside_mesh, with_axes

@@ -35,7 +35,7 @@ from autoshard.progress import silent
 from autoshard.render import format_bytes
 from autoshard.run.collecting import rarely_collecting
 from autoshard.run.recorded import Call
-from autoshard.run.step import plain
+from autoshard.run.sharded import plain
 from autoshard.run.tracing import TracedOnce
 from autoshard.search import Searcher, batch_dims
 from autoshard.strategy import Record

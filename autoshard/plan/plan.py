@@ -21,8 +21,8 @@ from autoshard.judge.model import CostModel
 from autoshard.plan.user_pins import Asked, UserPins, stage_pins
 from autoshard.rules import rules_of
 from autoshard.run.pipeline_step import passes_as
+from autoshard.run.program import program_of
 from autoshard.run.recorded import WRITTEN_BACK, Call, abstract_call, lasting
-from autoshard.run.step import program_of
 from autoshard.run.structure import rebuild
 from autoshard.strategy import Confirmation, Record
 from autoshard.trace import Traced, outside_mesh

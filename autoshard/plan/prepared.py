@@ -41,7 +41,7 @@ from autoshard.render import format_bytes, format_percent
 from autoshard.rewrite import rewritten
 from autoshard.rules import rules_of
 from autoshard.run.recorded import Call, abstract_call, record_of
-from autoshard.run.step import Sharded, plain, several
+from autoshard.run.sharded import Sharded, plain, several
 from autoshard.run.tracing import TracedOnce
 from autoshard.search import Manual, Searcher, Solution, batch_dims, solve
 from autoshard.search.overlap import overlapped

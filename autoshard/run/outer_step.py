@@ -22,7 +22,8 @@ from autoshard.lower import abstract_mesh, manual_program, mesh_of_stages, obsta
 from autoshard.run.calls import is_traced
 from autoshard.run.diloco import DiLoCo, OuterState, exchanged
 from autoshard.run.placing import put
-from autoshard.run.step import Sharded, check_alive, program_of
+from autoshard.run.program import program_of
+from autoshard.run.sharded import Sharded, check_alive
 from autoshard.run.structure import dtype_of
 from autoshard.strategy import Record
 from autoshard.trace import Traced, outside_mesh

@@ -26,8 +26,9 @@ from autoshard.rules import rules_of
 from autoshard.run.collecting import rarely_collecting
 from autoshard.run.padded import PaddedArguments, in_own_sizes, own_sharding
 from autoshard.run.placing import put
+from autoshard.run.program import check_effects, program_of
 from autoshard.run.saved_graphs import save_plan
-from autoshard.run.step import Program, Step, check_effects, program_of
+from autoshard.run.step import Program, Step
 from autoshard.strategy import BY_ROWS, PipelineRecord, Record, check_program
 from autoshard.trace import Traced, held, outside_mesh
 from autoshard.verify import Options

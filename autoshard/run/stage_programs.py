@@ -15,7 +15,8 @@ from autoshard.pipeline.lowered import LoweredProgram, lowered_programs
 from autoshard.pipeline.schedule import pieces_in_flight
 from autoshard.pipeline.tasks import all_programs
 from autoshard.run.pipeline_step import passes_as, plan_of
-from autoshard.run.step import Step, program_of
+from autoshard.run.program import program_of
+from autoshard.run.step import Step
 from autoshard.strategy import Record
 from autoshard.trace import Traced
 

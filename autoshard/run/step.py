@@ -7,7 +7,6 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +20,19 @@ from autoshard.cluster import CATALOGUE, Cluster
 from autoshard.cluster.catalogue import Entry
 from autoshard.compilers import TARGETS, compiler_of
 from autoshard.cost.narrow_sums import crossings
-from autoshard.errors import StrategyError, TraceError
-from autoshard.ir import Graph, Rule
-from autoshard.ir.rewrites import Microbatches, Offload
-from autoshard.judge.model import CostModel
+from autoshard.errors import StrategyError
+from autoshard.ir import Rule
 from autoshard.lower import HOST, ReshardPath, abstract_mesh, constrained, derived_from, lowering_mesh, manual_program, obstacle
 from autoshard.lower.opaque import ANY_PLATFORM, traced_without_kernels
-from autoshard.rewrite import rewritten
-from autoshard.rules import rules_of
 from autoshard.run.calls import UNLIKE, Guarded, Repeat, is_traced
 from autoshard.run.collecting import rarely_collecting
 from autoshard.run.padded import PaddedArguments, in_own_sizes, own_sharding
 from autoshard.run.placing import apart, put
+from autoshard.run.program import check_effects, program_of
 from autoshard.run.saved_graphs import check_root, save_plan, save_text
-from autoshard.run.tracing import TracedOnce
-from autoshard.strategy import Record, TensorRecord, check_program
-from autoshard.trace import Held, Traced, held, is_static, outside_mesh, trace, with_named_batch
+from autoshard.run.sharded import Positional, Sharded, call_type, check_alive, plain
+from autoshard.strategy import Record, TensorRecord
+from autoshard.trace import Traced, held, outside_mesh
 from autoshard.verify import Options
 
 LOWERINGS = {
@@ -61,23 +57,6 @@ class Program:
     is_state: tuple[bool, ...]
     jitted: Guarded | None = None
     repeat: Repeat | None = None
-
-
-class Sharded:
-    """A function that runs sharded; the function that it was made of is its ``__wrapped__``."""
-
-    __wrapped__: Callable
-    donate_argnums: tuple[int, ...]
-
-
-def several(positions: int | Sequence[int]) -> tuple[Any, ...]:
-    """Positions of arguments, one or several, as a tuple of what was given."""
-    return tuple(positions) if isinstance(positions, Sequence) and not isinstance(positions, str) else (positions,)
-
-
-def plain(fn: Callable[..., Any] | Sharded | TracedOnce) -> Callable[..., Any]:
-    """The function without any sharding of ours: what a search, or another strategy, starts from."""
-    return plain(fn.__wrapped__) if isinstance(fn, Sharded | TracedOnce) else fn
 
 
 def platform_options(platform: str, bucket_bytes: int | None = None) -> Options:
@@ -323,53 +302,6 @@ class Step(Sharded):
         return next((tuple(leaf[2] for leaf in types) for types in before), None)
 
 
-def program_of(
-    fn: Callable[..., Any], args: tuple[Any, ...], record: Record, weak: Sequence[bool] | None = None, before: Traced | None = None
-) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
-    """The traced function, its rules, and the steps of its reshards.
-
-    Arguments may differ from those of the search in being weakly typed, as ``jnp.log(0.5)`` is before the first update and not after it.
-
-    Args:
-        weak: per leaf whether it was weakly typed where the function was the record's program before.
-        before: as the search traced it, which is not done again for the same function and arguments.
-
-    Raises:
-        StrategyError: it is not the program the record is for.
-    """
-
-    args = PaddedArguments(record).as_written(args)
-
-    def program(args: tuple) -> tuple[Traced, tuple[Rule | None, ...], ReshardPath]:
-        traced = trace(plain(fn), *args, donate_argnums=record.donate_argnums, axis_names=record.mesh.all_names, before=before)
-        own = record.program.rewrites
-        if record.pipeline is not None:  # stages have their own
-            own = tuple(each for each in own if not isinstance(each, Microbatches | Offload))
-        traced = rewritten(with_named_batch(traced, record.program.batch), own)
-        graph, rules = traced.graph, rules_of(traced.graph)
-        check_program(record, graph, rules)
-        if record.pipeline is not None:  # stages have their own meshes, and send each other what they have
-            return traced, rules, lambda *_: ()
-        model = CostModel(Cluster.from_dict(record.cluster), record.mesh)
-        return traced, rules, model.reshard_paths(graph.values)
-
-    try:
-        return program(args)
-    except StrategyError:
-        leaves, tree = jax.tree.flatten(args)
-        given = tuple(getattr(x, "weak_type", False) for x in leaves)
-        for other in dict.fromkeys((tuple(weak or given), (False,) * len(leaves))):
-            if other != given:
-                with suppress(StrategyError):
-                    return program(tree.unflatten([_typed(x, one) for x, one in zip(leaves, other, strict=True)]))
-        raise
-
-
-def _typed(x: Any, weak: bool) -> Any:
-    """An array as its shape and type, weak or not; anything else as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak) if isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct) else x
-
-
 def _abstract_device(entry: Entry) -> AbstractDevice:
     """The device without a device; JAX 0.10.0 does not name its platform."""
     facts = {"device_kind": entry.jax_kinds[0], "num_cores": entry.cores or None, "platform": entry.device.kind}
@@ -391,82 +323,8 @@ def _for_users(shardings: Sequence[NamedSharding], traced: Traced, around: Mesh)
     return [whole if found.is_fully_replicated and free else found for found, free in zip(shardings, metrics, strict=True)]
 
 
-def check_effects(graph: Graph, n_devices: int) -> None:
-    """Raises `StrategyError` for effects in an order, which JAX has on a single device only."""
-    ordered = next((op for op in graph.walk() if op.params.get("ordered") is True), None)
-    if ordered is not None and n_devices > 1:
-        raise StrategyError(
-            f"effects in a fixed order happen on a single device, and {ordered.primitive} at {ordered.origin} asks for it on {n_devices}. "
-            "Pass ordered=False, or leave it out of the step."
-        )
-
-
-def call_type(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What tells programs apart: the arguments' structure, and the leaves' shapes and dtypes."""
-    leaves, tree = jax.tree.flatten(args)
-    return tree, tuple(map(_leaf_type, leaves))
-
-
-def _leaf_type(x: Any) -> tuple:
-    """Shape, dtype and whether it is weakly typed, of a Python number as of the array that JAX makes of it; the value of what is static."""
-    if is_static(x):
-        with suppress(TypeError):
-            hash(x)
-            return (), Held.of(x), False
-        return (), object(), False  # is found nowhere, and refused where it is traced
-    if isinstance(x, bool | int | float | complex):
-        with suppress(OverflowError):
-            x = jax.typeof(x)
-    return getattr(x, "shape", ()), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)
-
-
-class Positional:
-    """The order of a function's parameters: from a call's arguments, some by keyword, to all of them by position."""
-
-    def __init__(self, fn: Callable[..., Any]):
-        self._fn = fn
-        self._names: dict[tuple, tuple[str, ...]] = {}  # per number of arguments and set of keywords these in order
-
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The arguments of a call in the order of the function's parameters.
-
-        Raises:
-            TraceError: a keyword names no positional parameter.
-        """
-        if not kwargs:
-            return args
-        key = len(args), *kwargs
-        if (names := self._names.get(key)) is None:
-            names = self._names[key] = self._found(len(args), tuple(kwargs))
-        return *args, *map(kwargs.__getitem__, names)
-
-    def _found(self, n: int, names: tuple[str, ...]) -> tuple[str, ...]:
-        try:
-            bound = inspect.signature(self._fn).bind(*(None,) * n, **dict(zip(names, names, strict=True)))
-        except (TypeError, ValueError) as error:
-            raise TraceError(
-                f"A call passes the function's arguments by position or by name, and this one does not fit: {error}."
-            ) from None
-        if bound.kwargs:
-            raise TraceError(
-                f"A sharded function takes positional arguments; {sorted(bound.kwargs)} can be passed by keyword only. "
-                "Bind them beforehand with functools.partial, or make them positional."
-            )
-        return bound.args[n:]
-
-
 def _described(x: Any, sharding: NamedSharding | None) -> Any:
     """An array as its shape and type, wherever it lies, as one that was put where it should be; anything else as it is."""
     if not isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return x
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False), sharding=sharding)
-
-
-def check_alive(leaves: list[Any], paths: Sequence[str]) -> None:
-    """Raises `StrategyError` for arrays that an earlier call was given to keep; jaxlib 0.10.2 may crash on these."""
-    for x, path in zip(leaves, paths, strict=True):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
-            raise StrategyError(
-                f"a donated argument is used up by the call it is passed to, and {path} was passed to an earlier one. Pass what that call "
-                "returned in its place, or leave the argument out of donate_argnums."
-            )

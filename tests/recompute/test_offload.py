@@ -16,7 +16,7 @@ from autoshard.ir import is_transfer
 from autoshard.ir.rewrites import Offload
 from autoshard.recompute import optimizer_state
 from autoshard.rewrite import applied
-from autoshard.run.step import program_of
+from autoshard.run.program import program_of
 from autoshard.trace import trace
 from tests.requirements import needs_tpu_compiler
 
