@@ -34,6 +34,12 @@ Copies = Mapping[tuple[int, Layout], Copy]
 Partials = Mapping[int, Step]
 """Per op index the collective that combines its partial results."""
 
+# How many times the predicted peak compilers were seen to need: of most programs, and of those with a convolution, sums of rows that fill
+# no tiles, or a Fourier transform (docs/predictions.md: known errors, and the strategies of the library).
+PEAK_ERROR = 1.25
+CONVOLUTIONS, SHORT_ROWS, TRANSFORMS = 3.2, 2.0, 1.4
+WHOLE_ROW = 128  # numbers
+
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
@@ -183,6 +189,18 @@ class Compiler(ABC):
         return 0.0
 
     # -- memory --
+
+    def peak_error(self, graph: Graph) -> float:
+        """How many times the predicted peak of programs of its kind this compiler was seen to need, at most."""
+
+        def error(op: Op) -> float:
+            if op.primitive == "scatter-add":
+                added = graph.values[op.operands[2]]
+                is_short = op.params["dimension_numbers"].update_window_dims and added.shape[-1] < WHOLE_ROW
+                return SHORT_ROWS if is_short else PEAK_ERROR
+            return {"conv_general_dilated": CONVOLUTIONS, "fft": TRANSFORMS}.get(op.primitive, PEAK_ERROR)
+
+        return max(map(error, graph.walk()), default=PEAK_ERROR)
 
     @abstractmethod
     def buffers(self, facts: ProgramFacts, assignment: Assignment, copies: Copies, partials: Partials) -> tuple[Buffers, ...]:

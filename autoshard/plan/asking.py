@@ -1,7 +1,7 @@
 """The compiler's word on a plan that may not fit, which is asked for where nothing else was said of confirming.
 
 A plan may not fit where the interval of its peak reaches over the memory limit: from the predicted one to so many times that as compilers
-were seen to need for programs of its kind (`peak_error`). It is compiled until memory is assigned, if a compiler for the cluster's
+were seen to need for programs of its kind (`Compiler.peak_error`). It is compiled until memory is assigned, if a compiler for the cluster's
 accelerators is installed. Where it does not fit, the search is
 repeated within the limit times predicted through compiled peak, and that plan is compiled, too, a few times at most. A compiler that is
 missing, fails or takes too long changes nothing.
@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
+from autoshard.compilers.base import PEAK_ERROR
 from autoshard.errors import ClusterError, CompilerError, InfeasibleError, OutOfTime
-from autoshard.ir import Op, Value
 from autoshard.plan.compiled_finalists import FinalistCompiler, finalist_compiler_of
 from autoshard.plan.confirm import noted
 from autoshard.plan.finalists import Board, needed_bytes
@@ -28,11 +29,6 @@ from autoshard.progress import Progress
 from autoshard.render import format_bytes, format_percent
 from autoshard.strategy import Confirmation
 
-# How many times the predicted peak a compiler was seen to need: of most programs, and of those with a convolution, sums of rows that fill
-# no tiles, or a Fourier transform (docs/predictions.md: known errors, and the strategies of the library).
-PEAK_ERROR = 1.25
-CONVOLUTIONS, SHORT_ROWS, TRANSFORMS = 3.2, 2.0, 1.4
-WHOLE_ROW = 128  # numbers
 MOST_SECONDS = 60.0  # of compiling a plan
 MOST_ASKED = 6  # plans
 
@@ -51,7 +47,7 @@ def asked_of_compiler(
     """
     notes, ends = list[str](), math.inf if seconds is None else time.perf_counter() + seconds
     for number in range(MOST_ASKED):
-        judge = _compiler(plan, 0.0 if number else limit / peak_error(plan))
+        judge = _compiler(plan, 0.0 if number else limit / _peak_error(plan))
         if judge is None:
             break
         until = min(time.perf_counter() + MOST_SECONDS, ends)
@@ -71,28 +67,18 @@ def asked_of_compiler(
     return noted(plan, *notes)
 
 
-def peak_error(plan: Plan) -> float:
+def _peak_error(plan: Plan) -> float:
     """The largest compiled peak of programs of a plan's kind, divided by the predicted one."""
     if plan._traced is None:
         return PEAK_ERROR
-    graph = plan._traced.graph
-    return max((PEAK_ERROR, *(_error(op, graph.values) for op in graph.walk())))
-
-
-def _error(op: Op, values: Sequence[Value]) -> float:
-    if op.primitive == "conv_general_dilated":
-        return CONVOLUTIONS
-    if op.primitive == "scatter-add":
-        added = values[op.operands[2]]
-        return SHORT_ROWS if op.params["dimension_numbers"].update_window_dims and added.shape[-1] < WHOLE_ROW else 1.0
-    return TRANSFORMS if op.primitive == "fft" else 1.0
+    return compiler_of(Cluster.from_dict(plan.record.cluster)).peak_error(plan._traced.graph)
 
 
 def _answer(board: Board, judge: FinalistCompiler, limit: float) -> Plan | tuple[str, float]:
     """The one plan of a board with what the compiler says; where it does not fit, how in words, and the predicted peak to search within."""
     (plan,) = board.strategies
     peak = plan.cost.peak_bytes
-    error = peak_error(plan)
+    error = _peak_error(plan)
     known = f", and compiled peaks of such programs are up to {error:.2g} times the predicted ones" if error > PEAK_ERROR else ""
     why = f"{format_percent(peak / limit)} of the memory limit are taken{known}, so {judge.name} was asked"
     try:
