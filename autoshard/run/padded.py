@@ -7,9 +7,10 @@ the step returns for it; of arrays in their own sizes, the step pads and returns
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -23,6 +24,8 @@ from autoshard.strategy import Record
 from autoshard.trace import SplitModules
 
 Shape = tuple[int, ...]
+Change = tuple[Extents, Extents]
+"""The padding that an array has, and that it gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +50,13 @@ class Sizes:
         """Whether padding is at the end of each dimension."""
         return all(map(is_suffix, self.extents))
 
-    def with_padding(self, x: Any) -> Any:
-        """An array with padding of zeros; itself where it is no array in its own sizes."""
-        if np.shape(x) != self.own or not any(self.extents):
-            return x
-        if isinstance(x, np.ndarray) and self.at_end:  # not by way of a device
-            return np.pad(x, [(0, of[0][1] - of[0][0]) if of else (0, 0) for of in self.extents])
-        return _resize(x, self._none, self.extents)
+    def added(self, x: Any) -> Change | None:
+        """The change that gives an array padding of zeros; None where it is no array in its own sizes."""
+        return (self._none, self.extents) if np.shape(x) == self.own and any(self.extents) else None
 
-    def without_padding(self, x: Any) -> Any:
-        """An array without padding; itself where it has none."""
-        if np.shape(x) != self.padded or not any(self.extents):
-            return x
-        return _resize(x, self.extents, self._none)
+    def removed(self, x: Any) -> Change | None:
+        """The change that takes an array's padding away; None where it has none."""
+        return (self.extents, self._none) if np.shape(x) == self.padded and any(self.extents) else None
 
     def own_spec(self, spec: Spec, sizes: Mapping[str, int]) -> tuple[Any, ...]:
         """The spec in which the array is stored in its own sizes: dimensions with padding are whole, and their axes split others.
@@ -81,11 +78,35 @@ class Sizes:
         return ((),) * len(self.own)
 
 
-def _resize(x: Any, have: Extents, want: Extents) -> Any:
-    return _resized(x, have=have, want=want) if isinstance(x, jax.Array) and x.ndim else resized(x, have, want)
+def _resize(arrays: Sequence[Any], changes: Sequence[Change | None]) -> list[Any]:
+    """Arrays with other padding where that is to change.
+
+    One program changes all arrays on the same devices: with more than 32 programs with collectives under way, XLA:CPU may wait forever.
+    """
+    result, together = list(arrays), defaultdict(list)
+    for at, (x, change) in enumerate(zip(arrays, changes, strict=True)):
+        if change is None:
+            continue
+        if isinstance(x, jax.Array) and x.ndim:
+            together[None if isinstance(x, jax.core.Tracer) else frozenset(x.sharding.device_set)].append(at)
+        else:
+            result[at] = _resize_on_host(x, *change)
+    for places in together.values():
+        resized_there = _resize_together([arrays[at] for at in places], changes=tuple(changes[at] for at in places))
+        for at, x in zip(places, resized_there, strict=True):
+            result[at] = x
+    return result
 
 
-_resized = jax.jit(resized, static_argnames=("have", "want"))
+def _resize_on_host(x: Any, have: Extents, want: Extents) -> Any:
+    if isinstance(x, np.ndarray) and not any(have) and all(map(is_suffix, want)):  # not by way of a device
+        return np.pad(x, [(0, of[0][1] - of[0][0]) if of else (0, 0) for of in want])
+    return resized(x, have, want)
+
+
+@partial(jax.jit, static_argnames="changes")
+def _resize_together(arrays: Sequence[jax.Array], changes: Sequence[Change]) -> list[jax.Array]:
+    return [resized(x, have, want) for x, (have, want) in zip(arrays, changes, strict=True)]
 
 
 class PaddedArguments:
@@ -122,11 +143,11 @@ class PaddedArguments:
 
     def with_padding(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
         """Argument leaves, from a position on, with padding; those that have it, and all others, as they are."""
-        return [self.leaves[k].with_padding(x) if k in self.leaves else x for k, x in enumerate(leaves, first)]
+        return _resize(leaves, [self.leaves[k].added(x) if k in self.leaves else None for k, x in enumerate(leaves, first)])
 
     def without_padding(self, leaves: Sequence[Any], first: int = 0) -> list[Any]:
         """Argument leaves, from a position on, without padding."""
-        return [self.leaves[k].without_padding(x) if k in self.leaves else x for k, x in enumerate(leaves, first)]
+        return _resize(leaves, [self.leaves[k].removed(x) if k in self.leaves else None for k, x in enumerate(leaves, first)])
 
     def as_written(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as the function is written for them: arrays with padding are types without, and all others as they are."""
@@ -178,8 +199,8 @@ def in_own_sizes(
     """
 
     def called(*arguments: Any) -> list[Any]:
-        results = function(*(own[k].with_padding(x) if k in own else x for k, x in enumerate(arguments)))
+        results = function(*_resize(arguments, [own[k].added(x) if k in own else None for k, x in enumerate(arguments)]))
         replaced = {result: own[argument] for result, argument in aliases if argument in own}
-        return [replaced[k].without_padding(x) if k in replaced else x for k, x in enumerate(results)]
+        return _resize(results, [replaced[k].removed(x) if k in replaced else None for k, x in enumerate(results)])
 
     return called
