@@ -64,6 +64,7 @@ class Compiler(ABC):
         wide_bytes: of the buffers through which kernels pass results that are narrower; 0 where there are none.
         unfused_bytes: an element, beyond those that it moves, that an op costs which is fused with nothing.
         reduces_in_place: whether an all_reduce in a loop writes where it reads.
+        hangs_ahead: whether its runtime may wait forever where many programs of several devices are started ahead.
         memory_goal: the share of a device's memory from which on it computes values again; 0 where it never does.
         fetches_early: whether it brings what is on hosts to the device as soon as there is room, long before it is used.
         contended_types: in which its scatters add to an element in a loop of compare-and-swap.
@@ -85,6 +86,7 @@ class Compiler(ABC):
     wide_bytes: ClassVar[int] = 0
     unfused_bytes: ClassVar[int] = 0
     reduces_in_place: ClassVar[bool] = False
+    hangs_ahead: ClassVar[bool] = False
     memory_goal: ClassVar[float] = 0.0
     fetches_early: ClassVar[bool] = False
     contended_types: ClassVar[tuple[str, ...]] = ()

@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import default_registry, treedef_is_leaf
 
+from autoshard.compilers import TARGETS
 from autoshard.errors import TraceError
 from autoshard.run.collecting import rarely_collecting
 from autoshard.run.placing import put
@@ -37,6 +38,30 @@ class UnlikeError(Exception):
     """A program is about to be traced for arguments of other types than it was made for; never seen by a user."""
 
 
+def in_turn(call: Callable[..., Any], mesh: Mesh | AbstractMesh) -> Callable[..., Any]:
+    """A function of arrays on a mesh, of which each call waits for its arguments and for the call before where a runtime asks for that.
+
+    XLA:CPU (jaxlib 0.10.2) waits forever once 32 programs are under way on a device: the next is started by a thread that waits for one of
+    them to end, which needs that thread while all others wait in collectives. A hundred steps without a look at a result are enough.
+    """
+    compiler = TARGETS.get(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) and mesh.size > 1 else None
+    if compiler is None or not compiler.hangs_ahead:
+        return call
+    latest: list[Any] = []
+
+    def called(*args: Any) -> Any:
+        jax.block_until_ready([x for x in jax.tree.leaves((args, latest)) if _is_there(x)])
+        result = call(*args)
+        latest[:] = sorted(filter(_is_there, jax.tree.leaves(result)), key=lambda x: x.size)[:1]
+        return result
+
+    return called
+
+
+def _is_there(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and not x.is_deleted()
+
+
 class Guarded:
     """A jitted function that is traced only for arguments that were looked at: here, and not where ``jitted`` is called directly.
 
@@ -46,13 +71,15 @@ class Guarded:
 
     Attributes:
         jitted: `jax.jit` of the function.
+        call: the same, in turn on CPUs (`in_turn`).
     """
 
-    def __init__(self, function: Callable[..., Any], **options: Any):
-        """``options`` are those of `jax.jit`."""
+    def __init__(self, function: Callable[..., Any], mesh: Mesh | AbstractMesh, **options: Any):
+        """``mesh`` is the one that it runs on; ``options`` are those of `jax.jit`."""
         self._known: set[tuple] = set()
         self._in_this_thread = threading.local()
         self.jitted = jax.jit(self._checked(function), **options)
+        self.call = in_turn(self.jitted, mesh)
 
     @property
     def is_new(self) -> bool:
@@ -61,7 +88,7 @@ class Guarded:
 
     def __call__(self, *args: Any) -> Any:
         """The result for arguments that were looked at."""
-        return self._looked_at(self.jitted, args)
+        return self._looked_at(self.call, args)
 
     def trace(self, *args: Any) -> jax.stages.Traced:
         """The traced function for abstract arguments that were looked at."""

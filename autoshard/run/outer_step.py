@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autoshard.errors import StrategyError
 from autoshard.explanation.groups import shard_bytes
 from autoshard.lower import abstract_mesh, manual_program, mesh_of_stages, obstacle, rows_spec, stage_meshes
-from autoshard.run.calls import is_traced
+from autoshard.run.calls import in_turn, is_traced
 from autoshard.run.diloco import DiLoCo, OuterState, exchanged
 from autoshard.run.placing import put
 from autoshard.run.program import program_of
@@ -131,6 +131,7 @@ class OuterStep(Sharded):
             donate_argnums=(0, 1) if division.holder in record.donate_argnums else 1,
         )
         self.jitted = jitted(compiler_options=dict(compiler_options or {}) or None)
+        self._call = in_turn(self.jitted, self._mesh)
         self._inside = jitted()  # of another jitted function, whose compiler options count
 
     def __call__(self, *args: Any) -> Any:
@@ -140,7 +141,7 @@ class OuterStep(Sharded):
         if self.donate_argnums:
             check_alive(leaves, [self._record.arguments[0].path] * len(leaves))
         with outside_mesh():
-            (parameters, optimizer, count), results = (self._inside if is_traced() else self.jitted)(*parts)
+            (parameters, optimizer, count), results = (self._inside if is_traced() else self._call)(*parts)
         whole = self._traced.merge(inner, self._traced.pack(results))
         place = self._division.place
 

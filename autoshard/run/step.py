@@ -257,6 +257,7 @@ class Step(Sharded):
         step.__name__ = graph.name
         jitted = Guarded(
             step,
+            mesh,
             in_shardings=traced.in_tree.unflatten(in_shardings),
             out_shardings=traced.pack(out_shardings),
             donate_argnums=record.donate_argnums,
@@ -267,7 +268,7 @@ class Step(Sharded):
         repeat = None
         if not inside:  # tracers are never called on again
             donates, ways = bool(record.donate_argnums), traced.ways(self._plain)
-            repeat = Repeat(jitted.jitted, traced.in_tree, in_shardings, is_state, graph.argument_paths, donates, ways)
+            repeat = Repeat(jitted.call, traced.in_tree, in_shardings, is_state, graph.argument_paths, donates, ways)
         return Program(traced, jitted, in_shardings, is_state, jitted, repeat)
 
     def _flat(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import os
+import subprocess
 import sys
 import warnings
 from dataclasses import dataclass
@@ -449,6 +451,38 @@ def test_wrong_arguments_are_told_as_in_a_first_call():
             step(*bad)
         assert (type(found.value), str(found.value)) == (type(wanted.value), str(wanted.value))
         assert found.value.__context__ is None or isinstance(found.value.__context__, type(wanted.value.__context__))
+
+
+MANY_STEPS = """
+import jax, jax.numpy as jnp, numpy as np
+import autoshard
+
+def step(w, x):
+    for _ in range(8):
+        y = jnp.tanh(x @ w)
+        w = w + 0.01 * y.T @ x
+    return w, (y * y).sum()
+
+w = x = np.full((64, 64), 0.01, np.float32)
+strategy = autoshard.search(step, w, x, cluster="cpu:8", searcher="fully_sharded", donate_argnums=DONATED)
+run = strategy.apply(step)
+w, x = strategy.shard(w, x)
+for _ in range(1500):
+    after, value = run(w, x)
+    w = after if DONATED else w
+print(float(value))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("donated", [(), (0,)])
+def test_many_steps_without_a_look_at_their_results(donated):
+    """XLA:CPU waits forever with many programs under way; its process is ended after ten seconds here."""
+    flags = "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=10"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-c", MANY_STEPS.replace("DONATED", repr(donated))]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0 and np.isfinite(float(done.stdout)), done.stderr[-2000:]
 
 
 def test_lowering_and_calling_share_one_trace(monkeypatch):
