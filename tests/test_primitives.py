@@ -68,7 +68,7 @@ ALLOWED = {
     ("compilers/gpu.py", "LACKS"): "operators of reductions",
     ("compilers/tpu/compiler.py", "LACKS"): "operators of reductions",
     ("lower/element_types.py", "_EXTREMES"): "operators of reductions",
-    ("lower/constrain.py", "ALIASING"): "what JAX lowers to nothing",
+    ("lower/constraint_plan.py", "ALIASING"): "what JAX lowers to nothing",
     ("lower/control_flow.py", "FLOWS"): "the lowering's function for each",
     ("lower/exchange.py", "BODIES"): "the lowering's function for each",
     ("lower/exchange.py", "_JOINED"): "the lowering's function for each",

@@ -18,9 +18,7 @@ are not constrained.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +26,6 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from autoshard.analysis.values import free_values
 from autoshard.cost.reshard import ReshardPath
 from autoshard.ir import (
     Assignment,
@@ -48,9 +45,9 @@ from autoshard.ir import (
     result_layouts,
 )
 from autoshard.ir.scan import num_consts
-from autoshard.lower.interpret import Interpreter, Path, apply, bind, ops_by_path, product
-from autoshard.lower.mesh import to_named_sharding, to_partition_spec
-from autoshard.lower.plan import Plan, holder_values
+from autoshard.lower.constraint_plan import Constrain, ConstraintPlan, carried, constraint_plan
+from autoshard.lower.interpret import Interpreter, Path, apply, bind, product
+from autoshard.lower.mesh import to_partition_spec
 from autoshard.lower.shards import Sharded
 from autoshard.lower.xla_workarounds import in_range, with_workarounds
 from autoshard.primitives import is_self_partitioned
@@ -58,17 +55,10 @@ from autoshard.rules import propagates, runs_per_shard
 from autoshard.trace.mapped import ENTERING, LEAVING
 from autoshard.trace.structure import types_of
 
-Constrain = Callable[[Any, NamedSharding, int], Any]
-"""``(array, sharding, value number)`` to the array with the constraint."""
-
 
 def constrain_sharding(x: Any, sharding: NamedSharding, _: int) -> Any:
     """The array with a `with_sharding_constraint`."""
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-# Primitives that are lowered to nothing where the type stays: the result is the operand's array.
-ALIASING = frozenset({"name", "copy", "convert_element_type", "device_put", "reshard", "sharding_constraint"})
 
 
 def constrained(
@@ -86,13 +76,8 @@ def constrained(
     ``graph`` and ``rules`` are those of the same jaxpr; ``constrain`` is called for every constraint, always in the same order.
     A ``differentiable`` function keeps custom derivatives inside. To be called under `jax.jit`.
     """
-    free = tuple(free_values(graph))
-    ops, constants = ops_by_path(graph), frozenset(graph.constants)
-    recomputed = _recomputed(graph, free)
-    plan = _Plan(ops, rules, assignment, reshard_path, holder_values(graph), free, mesh, constrain, recomputed, constants, differentiable)
     leaving = result_layouts(graph, assignment)
-    plan = replace(plan, resharded=_resharded(graph, plan, leaving))
-    plan = replace(plan, late=_late(graph, plan), loop_constants=_loop_constants(graph, plan))
+    plan = constraint_plan(graph, rules, assignment, mesh, reshard_path, constrain, differentiable)
 
     def function(*arguments: Any) -> list[Any]:
         region = _Region(plan)
@@ -101,45 +86,6 @@ def constrained(
         return [region.passed(x, value, layout) for x, value, layout in zip(results, graph.results, leaving, strict=True)]
 
     return function
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan(Plan):
-    """The plan of a lowering to constraints.
-
-    Attributes:
-        mesh, constrain: JAX's mesh, and the function that makes a constraint.
-        recomputed: free values with several free readers, with all their free descendants and ancestors; see `_Region._constant`.
-        constants: values that the function captured.
-        differentiable: whether custom derivatives are kept.
-        resharded: values that are read in another layout than their own.
-        late: partial products, and transposes of them, that only a transpose reads: the layout in which each is computed, and whether
-            that transpose makes it the product with swapped operands.
-        loop_constants: loops' inputs that are computed from constants and read in one layout; unconstrained, XLA fuses them into readers.
-    """
-
-    mesh: jax.sharding.Mesh | AbstractMesh
-    constrain: Constrain
-    recomputed: frozenset[int]
-    constants: frozenset[int]
-    differentiable: bool
-    resharded: frozenset[int] = frozenset()
-    late: Mapping[int, tuple[Layout, bool]] = field(default_factory=dict)
-    loop_constants: frozenset[int] = frozenset()
-
-    def own(self, value: int, layout: Layout) -> bool:
-        """Whether the value's own array has this layout; a free value has no own array."""
-        return not self.free[value] and layout == self.layout(value)
-
-    def constrained(self, x: Any, value: int, layout: Layout) -> Any:
-        rank = np.ndim(x)
-        names = self.assignment.mesh.names
-        return self.constrain(x, to_named_sharding(layout, rank, names, self.mesh), value) if rank else x
-
-    def reshard(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
-        for step in self.reshard_path(value, source, target):
-            x = self.constrained(x, value, step.target)
-        return x
 
 
 class _Region(Interpreter):
@@ -156,7 +102,7 @@ class _Region(Interpreter):
 
     is_final = True
 
-    def __init__(self, plan: _Plan, unconstrained: set[int] | None = None):
+    def __init__(self, plan: ConstraintPlan, unconstrained: set[int] | None = None):
         super().__init__(plan.ops, plan.differentiable)
         self.plan = plan
         self.unconstrained = set(plan.constants) if unconstrained is None else unconstrained
@@ -214,7 +160,7 @@ class _Region(Interpreter):
         result = op.results.index(value)
         whole = replicated(self.plan.assignment.mesh)
         return [
-            (operand, _carried(rule.results[result], rule.operands[k], target) if rule else whole) for k, operand in enumerate(op.operands)
+            (operand, carried(rule.results[result], rule.operands[k], target) if rule else whole) for k, operand in enumerate(op.operands)
         ]
 
     def _copy(self, x: Any, value: int, target: Layout) -> Any:
@@ -347,7 +293,7 @@ class _Region(Interpreter):
         if reductions(rule, choice):
             computed = computed_layout(rule, choice, result)
         elif op.primitive == "transpose" and op.operands[0] in self.plan.late:
-            computed = _carried(rule.operands[0], rule.results[0], self.plan.late[op.operands[0]][0])
+            computed = carried(rule.operands[0], rule.results[0], self.plan.late[op.operands[0]][0])
         if computed != combined:
             x = self.plan.constrained(x, value, computed)
         return self.plan.reshard(self.plan.constrained(x, value, combined), value, combined, self.plan.layout(value))
@@ -395,33 +341,6 @@ class _Region(Interpreter):
         )
 
 
-def _resharded(graph: Graph, plan: _Plan, leaving: Iterable[Layout]) -> frozenset[int]:
-    """The values that are read in another layout than their own, by an op, an output of a body or a result of the program.
-
-    Aliases of these are included, since a constraint is on the array, for all its readers.
-    """
-
-    def reads() -> Iterator[tuple[int, Layout]]:
-        yield from zip(graph.results, leaving, strict=True)
-        for op in graph.walk():
-            if op.bodies:
-                flows = plan.flows(op)
-                yield from zip(op.operands, flows.operands, strict=True)
-                for body, outputs in zip(op.bodies, flows.outputs, strict=True):
-                    yield from zip(body.outputs, outputs, strict=True)
-            elif (rule := plan.rules[op.index]) is not None:
-                choice = plan.assignment.choice(op.index)
-                yield from ((value, operand_layout(rule, choice, k)) for k, value in enumerate(op.operands))
-            else:
-                yield from ((value, replicated(plan.assignment.mesh)) for value in op.operands)
-
-    resharded = {value for value, target in reads() if target != plan.layout(value)}
-    for op in reversed(graph.walk()):
-        if op.primitive in ALIASING and op.results[0] in resharded and graph.values[op.operands[0]] == graph.values[op.results[0]]:
-            resharded.add(op.operands[0])
-    return frozenset(resharded)
-
-
 def _n_passed_on(op: Op, number: int) -> int:
     """How many inputs of a loop's body, the first ones, are constants that the same block carries on to the next trip."""
     if op.primitive == "while" and number == 1:
@@ -430,76 +349,8 @@ def _n_passed_on(op: Op, number: int) -> int:
     return num_consts(op.params) if in_block else 0
 
 
-def _loop_constants(graph: Graph, plan: _Plan) -> frozenset[int]:
-    """The inputs of loops' bodies that are computed from constants outside, and read in their own layout only."""
-    alone = (holder for holder in graph.loop_constants() if not holder.views and holder.value not in plan.resharded)
-    return frozenset(holder.value for holder in alone if plan.free[holder.sources[0].value])
-
-
-def _swapped_order(product: Op, rank: int, made: int) -> tuple[int, ...]:
-    """The permutation of a ``dot_general``'s dimensions that swaps its operands, by the first operand's rank and the result's."""
-    (contracted, _), (batch, _) = product.params["dimension_numbers"]
-    first = rank - len(contracted)  # the dimensions of the result that are the batch's and the first operand's
-    return (*range(len(batch)), *range(first, made), *range(len(batch), first))
-
-
-def _late(graph: Graph, plan: _Plan) -> dict[int, tuple[Layout, bool]]:
-    """The `_Plan.late` of a program.
-
-    The transpose is constrained instead of the product: a constraint between the two would keep XLA from fusing them, and the gradient,
-    with all state that it updates, would be stored in the other dimension order.
-    """
-    reads = Counter(graph.results)
-    for op in graph.walk():
-        reads.update(op.operands)
-        reads.update(flow.value for holder in op.holders for flow in holder.sources)
-        reads.update(value for body in op.bodies for value in body.outputs)
-    # Per value: the layout in which it is computed, the order of its product's dimensions, the two orders that a product can compute, and
-    # the late values before it.
-    chains: dict[int, tuple[Layout, tuple[int, ...], tuple[tuple[int, ...], ...], dict[int, tuple[Layout, bool]]]] = {}
-    late: dict[int, tuple[Layout, bool]] = {}
-    for op in graph.walk():
-        rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
-        if op.primitive == "dot_general" and rule and reductions(rule, choice) and not exchanges(rule, choice, plan.assignment.mesh.sizes):
-            layout, order = computed_layout(rule, choice, 0), tuple(range(len(rule.results[0])))
-            made, before = (order, _swapped_order(op, len(rule.operands[0]), len(order))), {}
-        elif op.primitive == "transpose" and rule and op.operands[0] in chains:
-            layout, order, made, before = chains[op.operands[0]]
-            order = tuple(order[dim] for dim in op.params["permutation"])
-            before = {**before, op.operands[0]: (layout, order != made[0])}
-            layout = _carried(rule.operands[0], rule.results[0], layout)
-            if order in made:
-                late.update(before)
-        else:
-            continue
-        (value,) = op.results
-        if reads[value] == 1 and value not in plan.resharded and result_layout(rule, choice, 0) == plan.layout(value):
-            chains[value] = layout, order, made, before
-    return late
-
-
-def _recomputed(graph: Graph, free: Sequence[bool]) -> frozenset[int]:
-    """The `_Plan.recomputed` of a program."""
-    makers = [op for op in graph.walk() if op.results and not op.bodies and all(free[value] for value in op.results)]
-    read = Counter(value for op in makers for value in op.operands if graph.values[value].rank)
-    found: set[int] = set()
-    for op in makers:
-        made_of_such = any(value in found for value in op.operands)
-        found.update(value for value in op.results if made_of_such or read[value] > 1)
-    for op in reversed(makers):
-        if any(value in found for value in op.results):
-            found.update(op.operands)
-    return frozenset(found)
-
-
 def _factors(dims: Dims) -> set[int]:
     return {factor for dim in dims for factor in dim}
-
-
-def _carried(source: Dims, target: Dims, layout: Layout) -> Layout:
-    """A tensor's layout propagated through an op to another of its tensors, each dimension by its major factor."""
-    where = {factor: dim for dim, factors in enumerate(target) for factor in factors}
-    return tuple(where.get(next(iter(source[dim]), -1), -1) if dim >= 0 else -1 for dim in layout)
 
 
 def needs_shard_map(op: Op, rule: Rule, choice: Choice, sizes: tuple[int, ...]) -> bool:

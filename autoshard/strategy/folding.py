@@ -18,8 +18,6 @@ Four rules, on the JSON values that `autoshard.strategy.schema` encodes and deco
 
 from __future__ import annotations
 
-import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,14 +25,12 @@ from typing import Any
 
 from autoshard.reader import MAX_DEPTH, MAX_INTEGER, Node
 from autoshard.strategy.changes import with_changes, without_changes
+from autoshard.strategy.folded_leaves import Budget, fold_leaves, text, unfold_leaves
 
 NUMBERED = ("choices", "layouts", "copies", "ahead", "windows")
 LEAVES = ("arguments", "results")
 STRUCTURES = ("argument_structure", "result_structure")
 CHILDREN = ("tuple", "list", "children")
-
-MAX_ENTRIES = 2**22
-"""Entries of all lists of a file once they are unfolded, so that a small file cannot fill the memory; 96 layers have 10**5."""
 
 LEAST = 3  # entries alike by which earlier ones are found: rarer and fewer candidates than with two
 CANDIDATES = 64  # the latest of them that are tried
@@ -46,8 +42,8 @@ def fold(document: dict[str, Any]) -> dict[str, Any]:
     """A strategy's JSON values with repeated parts written once; the same values always give the same form. Linear time."""
     places = _places(document)
     folded = dict(document)
-    folded["arguments"] = _fold_leaves(document["arguments"], document["arguments"])
-    folded["results"] = _fold_leaves(document["results"], document["arguments"])
+    folded["arguments"] = fold_leaves(document["arguments"], document["arguments"])
+    folded["results"] = fold_leaves(document["results"], document["arguments"])
     for name in NUMBERED:
         if name in document:
             folded[name] = _fold_list(document[name], _numbered)
@@ -67,28 +63,16 @@ def unfold(document: Node) -> Node:
     Raises:
         StrategyError: a folded part is invalid; the message has its position.
     """
-    return Node(_unfold(document, _Budget()), document.where)
+    return Node(_unfold(document, Budget()), document.where)
 
 
-class _Budget:
-    """Counts the entries that a document unfolds to."""
-
-    def __init__(self):
-        self.left = MAX_ENTRIES
-
-    def take(self, count: int, node: Node) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise node.error(f"lists of at most {MAX_ENTRIES} entries in all")
-
-
-def _unfold(document: Node, budget: _Budget) -> Any:
+def _unfold(document: Node, budget: Budget) -> Any:
     if not isinstance(document.value, dict):
         return document.value
     found, parts = dict(document.value), dict(document.members())
     for name in LEAVES:
         if isinstance(found.get(name), list):
-            found[name] = _unfold_leaves(parts[name], found.get("arguments") if name == "results" else None, budget)
+            found[name] = unfold_leaves(parts[name], found.get("arguments") if name == "results" else None, budget)
     for name in NUMBERED:
         if isinstance(found.get(name), list):
             found[name] = _unfold_list(parts[name], _shift_numbered, 1, budget)
@@ -110,143 +94,6 @@ def _unfold(document: Node, budget: _Budget) -> Any:
     return found
 
 
-# -- leaves ---------------------------------------------------------------------------------------------------------------
-
-
-def _fold_leaves(leaves: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-    """The lines of leaves: runs of (earlier) arguments, series in which one number of the path counts up, and the rest."""
-    tails = _tails(arguments)
-    first: dict[tuple[str, str, str, int], int] = {}  # rest of the leaf, path before and after a number, the number: place
-    keys: list[list[tuple[str, str, str, int]]] = []
-    for place, leaf in enumerate(leaves):
-        keys.append([(_text(_rest(leaf)), *parts) for parts in _numbers(leaf["path"])])
-        for key in keys[-1]:
-            first.setdefault(key, place)
-    lines, taken = [], set()
-    for place, leaf in enumerate(leaves):
-        if place in taken:
-            continue
-        run = _run(leaves, place, arguments, tails)
-        if run and taken.isdisjoint(range(place, place + run["count"])):
-            taken.update(range(place, place + run["count"]))
-            lines.append(run)
-            continue
-        series = [(_series(place, key, first, taken), key) for key in keys[place]]
-        places, key = max(series, key=lambda each: len(each[0]), default=([place], None))
-        if key is None or len(places) < 2:
-            lines.append(leaf)
-            continue
-        taken.update(places)
-        _, before, after, number = key
-        counted = {"first": number, "count": len(places), "every": places[1] - places[0]}
-        lines.append({"path": f"{before}*{after}", **counted, **_rest(leaf)})
-    return lines
-
-
-def _cuts(path: str) -> list[int]:
-    """The positions at which a path can be cut before a key."""
-    return [m.start() for m in re.finditer(r"[\[.]", path)]
-
-
-def _tails(arguments: Sequence[Any]) -> dict[tuple[str, str], int]:
-    """The place of the first argument by its rest and each end of its path."""
-    found: dict[tuple[str, str], int] = {}
-    for place, leaf in enumerate(arguments):
-        rest = _text(_rest(leaf))
-        for cut in _cuts(leaf["path"]):
-            found.setdefault((rest, leaf["path"][cut:]), place)
-    return found
-
-
-def _run(leaves: Sequence[Any], place: int, arguments: Sequence[Any], tails: dict[tuple[str, str], int]) -> dict[str, Any] | None:
-    """The line of two leaves or more, from this place on, that are laid out as arguments in a row; None where there is none."""
-    path, rest, last = leaves[place]["path"], _text(_rest(leaves[place])), place if leaves is arguments else len(arguments)
-    if "*" in path:
-        return None
-    cut = next((cut for cut in _cuts(path) if tails.get((rest, path[cut:]), last) < last), None)
-    if cut is None:
-        return None
-    first = tails[rest, path[cut:]]
-    new, old = path[:cut], arguments[first]["path"].removesuffix(path[cut:])
-    count = 0
-    for result, argument in zip(leaves[place:], arguments[first:last], strict=False):
-        tail = argument["path"].removeprefix(old)
-        if not argument["path"].startswith(old) or result != {**argument, "path": f"{new}{tail}"}:
-            break
-        count += 1
-    return {"path": f"{new}*", "of": f"{old}*", "first": first, "count": count} if count > 1 and "*" not in old else None
-
-
-def _series(place: int, key: tuple[str, str, str, int], first: dict[Any, int], taken: set[int]) -> list[int]:
-    """The places of leaves alike whose number is one greater each time, at equal distances."""
-    places, number = [place], key[-1]
-    while (following := first.get((*key[:-1], number + len(places)))) is not None:
-        every = places[1] - place if len(places) > 1 else following - place
-        if every < 1 or following != places[-1] + every or following in taken:
-            break
-        places.append(following)
-    return places
-
-
-def _numbers(path: str) -> list[tuple[str, str, int]]:
-    """Each number in a path with what is before and after it; none where the path has a star already."""
-    if "*" in path:
-        return []
-    found = ((path[: m.start()], path[m.end() :], m[0]) for m in re.finditer("[0-9]+", path))
-    return [(before, after, int(digits)) for before, after, digits in found if len(digits) < 10 and str(int(digits)) == digits]
-
-
-def _rest(leaf: dict[str, Any]) -> dict[str, Any]:
-    return {name: part for name, part in leaf.items() if name != "path"}
-
-
-def _unfold_leaves(node: Node, arguments: Any, budget: _Budget) -> list[Any]:
-    """All leaves; runs are of these arguments, of arguments themselves of earlier ones, which is None here."""
-    lines = node.items()
-    counts = [line.value.get("count", 1) if isinstance(line.value, dict) else 1 for line in lines]
-    for line, count in zip(lines, counts, strict=True):
-        budget.take(Node(count, f"{line.where}.count").integer(1), line)
-    found: list[Any] = [None] * sum(counts)
-    free = 0
-    for line, count in zip(lines, counts, strict=True):
-        while found[free] is not None:
-            free += 1
-        if not isinstance(line.value, dict) or "count" not in line.value:
-            found[free] = line.value
-            continue
-        copied = "of" in line.value
-        part = dict(line.members())
-        for name in ("path", "first", "of" if copied else "every"):
-            if name not in part:
-                raise line.error(f"an object with {name!r}")
-        before, star, after = part["path"].text().partition("*")
-        first, every = part["first"].integer(0), 1 if copied else part["every"].integer(1)
-        places = range(free, free + count * every, every)
-        if not star or places[-1] >= len(found) or any(found[place] is not None for place in places):
-            raise line.error("a path with a star, whose leaves have free places")
-        if copied:
-            known = found[:free] if arguments is None else arguments if isinstance(arguments, list) else []
-            made = _as_arguments(part, before, known[first : first + count])
-            if len(made) < count:
-                raise part["count"].error(f"a count of arguments that there are from {first} on")
-        else:
-            rest = {name: value for name, value in line.value.items() if name not in ("path", "first", "count", "every")}
-            made = [{"path": f"{before}{first + index}{after}", **rest} for index in range(count)]
-        for place, leaf in zip(places, made, strict=True):
-            found[place] = leaf
-    return found
-
-
-def _as_arguments(part: dict[str, Node], start: str, arguments: Sequence[Any]) -> list[Any]:
-    """Leaves as those arguments, whose paths start otherwise."""
-    old, made = part["of"].text().removesuffix("*"), []
-    for argument in arguments:
-        if not isinstance(argument, dict) or not isinstance(argument.get("path"), str) or not argument["path"].startswith(old):
-            raise part["of"].error("the start of the paths of the arguments from the first one on, and a star")
-        made.append({**argument, "path": start + argument["path"].removeprefix(old)})
-    return made
-
-
 # -- lists of entries ------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +110,7 @@ def _fold_list(items: Sequence[Any], read: Callable[[Any], _Entry]) -> list[Any]
     """The list with copies of earlier entries, each as long as possible, wherever that is shorter."""
     entries = [read(item) for item in items]
     same = [entry.same for entry in entries]
-    texts = [len(_text(entry.value)) + 2 for entry in entries]
+    texts = [len(text(entry.value)) + 2 for entry in entries]
     starts: dict[tuple[str, ...], list[int]] = defaultdict(list)
     folded, place = [], 0
 
@@ -277,7 +124,7 @@ def _fold_list(items: Sequence[Any], read: Callable[[Any], _Entry]) -> list[Any]
         matches = ((*_match(entries, start, place), start) for start in candidates)
         length, shift, start = max(matches, key=lambda each: (each[0], each[2]), default=(0, (), 0))  # of equally long ones the nearest
         copy = {"again": length, "back": place - start, **_written(shift)} if length else {}
-        if copy and len(_text(copy)) < sum(texts[place : place + length]):
+        if copy and len(text(copy)) < sum(texts[place : place + length]):
             folded.append(copy)
             place = passed(place + length)
         else:
@@ -311,7 +158,7 @@ def _written(shift: Shift) -> dict[str, Any]:
     return {"shift": {name: each for name, each in zip(SHIFTS, shift, strict=True) if each}}
 
 
-def _unfold_list(node: Node, shifted: Callable[[Any, Shift], Any], n_shifts: int, budget: _Budget) -> list[Any]:
+def _unfold_list(node: Node, shifted: Callable[[Any, Shift], Any], n_shifts: int, budget: Budget) -> list[Any]:
     """The list without copies; ``shifted`` gives an entry with its numbers shifted, or None where it has none of the kind."""
     found: list[Any] = []
     for child in node.items():
@@ -340,7 +187,7 @@ def _read_shift(node: Node, n_shifts: int) -> Shift:
 
 def _numbered(item: Any) -> _Entry:
     number, entry = item
-    return _Entry(item, _text(entry), (number,))
+    return _Entry(item, text(entry), (number,))
 
 
 def _shift_numbered(item: Any, shift: Shift) -> Any:
@@ -371,7 +218,7 @@ def _collective(item: dict[str, Any], places: Places) -> _Entry:
         same["value"]["argument"] = None
     if result is not None:
         same["op"] = None
-    return _Entry(item, _text(same), (op[0] if isinstance(op, list | tuple) else None, argument, result))
+    return _Entry(item, text(same), (op[0] if isinstance(op, list | tuple) else None, argument, result))
 
 
 def _shift_collective(item: Any, shift: Shift, places: Places) -> Any:
@@ -412,7 +259,7 @@ def _fold_structure(tree: Any) -> Any:
 def _subtree(tree: Any) -> _Entry:
     """A child of a pytree, whose leaves' numbers may differ by a constant in a copy."""
     least = min(_leaves(tree), default=None)
-    return _Entry(tree, _text(_moved_tree(tree, -least if least else 0)), (least,))
+    return _Entry(tree, text(_moved_tree(tree, -least if least else 0)), (least,))
 
 
 def _leaves(tree: Any) -> list[int]:
@@ -443,7 +290,7 @@ def _moved_part(name: str, part: Any, shift: int, take: Callable[[], None]) -> A
     return _moved_tree(part, shift, take)
 
 
-def _unfold_structure(node: Node, budget: _Budget, depth: int = 0) -> Any:
+def _unfold_structure(node: Node, budget: Budget, depth: int = 0) -> Any:
     tree = node.value
     if not isinstance(tree, dict) or depth > MAX_DEPTH:
         return tree
@@ -469,7 +316,3 @@ def _unfold_structure(node: Node, budget: _Budget, depth: int = 0) -> Any:
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))

@@ -15,7 +15,7 @@ from strategy_records import EXAMPLE, PIPELINED, SENT
 from autoshard.errors import StrategyError
 from autoshard.ir import MovedValue, Origin, ServedOp
 from autoshard.strategy import TensorRecord, from_json, to_json
-from autoshard.strategy.folding import MAX_ENTRIES
+from autoshard.strategy.folded_leaves import MAX_ENTRIES
 from autoshard.strategy.schema import encode
 
 
