@@ -156,7 +156,7 @@ def _repeating(facts: ProgramFacts, assignment: Assignment) -> list[str]:
     for axis, (name, n) in enumerate(assignment.mesh.axes):
         share = sum(flops for op, flops in work.items() if assignment.choice(op.index)[axis][0] < 0) / (total or 1.0)
         if axis in _used(assignment) and share > MUCH:
-            found.append(f"mesh axis {name} of size {n} repeats {format_percent(share)} of the work of all {what}: {n} devices do the same")
+            found.append(f"the {n} devices of mesh axis {name} all compute the same in {format_percent(share)} of the work of all {what}")
     return found
 
 

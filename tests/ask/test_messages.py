@@ -160,7 +160,7 @@ def test_repeated_work_is_told_whatever_else_is_sharded():
     w, x, b = jnp.ones((15, 15)), jnp.ones((7, 15)), jnp.ones(1600)
     options = {"cluster": "v5e:4x4", "mesh": {"data": 16}}
     strategy = autoshard.evaluate(product_and_vector, w, x, b, in_specs={"b": P("data")}, **options)
-    assert "mesh axis data of size 16 repeats 100 % of the work of all products: 16 devices do the same" in strategy.notes
+    assert "the 16 devices of mesh axis data all compute the same in 100 % of the work of all products" in strategy.notes
     split = autoshard.evaluate(product_and_vector, w, jnp.ones((16, 15)), b, in_specs={"x": P("data")}, **options)
     assert not any("repeats" in note for note in split.notes)
 
