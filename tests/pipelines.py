@@ -18,6 +18,7 @@ from autoshard.judge.model import CostModel
 from autoshard.lower import stage_meshes
 from autoshard.pipeline.programs import StagePlan
 from autoshard.pipeline.run import Pipelined
+from autoshard.pipeline.schedule import Schedule, Task
 from autoshard.pipeline.scheduling import schedule_of
 from autoshard.pipeline.stages import Staged, stages_of
 from autoshard.problem import Problem
@@ -45,16 +46,37 @@ def plans_of(staged: Staged, n_stages: int, mesh: Mesh, searcher: str | int, pla
 
 
 def pipelined(
-    fn, args, n_stages, n_microbatches, schedule="1f1b", mesh=None, searcher="data_parallel", n_chunks=1, demotes=False, donated=()
+    fn,
+    args,
+    n_stages,
+    n_microbatches,
+    schedule="1f1b",
+    mesh=None,
+    searcher="data_parallel",
+    n_chunks=1,
+    demotes=False,
+    donated=(),
+    early=True,
 ) -> Pipelined:
     """A step as a pipeline; each stage has as many of the eight devices, and chunks of ``"auto"`` are in a V.
 
-    ``demotes`` is of its plans, ``donated`` of the trace.
+    ``demotes`` is of its plans, ``donated`` of the trace. ``early`` says that each chunk is updated right after its last task.
     """
     mesh, placement = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh), "v" if schedule == "auto" else "loop"
     staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches)
     plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
-    return Pipelined(staged, plans, schedule_of(schedule, n_stages, n_microbatches, n_chunks, placement))
+    order = schedule_of(schedule, n_stages, n_microbatches, n_chunks, placement)
+    return Pipelined(staged, plans, updated_early(order) if early else order)
+
+
+def updated_early(schedule: Schedule) -> Schedule:
+    """The schedule with each chunk's update right after its last task."""
+    orders = []
+    for order in schedule.orders:
+        places = {task.chunk: k for k, task in enumerate(order)}
+        updates = [(k + 0.5, Task("U", 0, chunk)) for chunk, k in places.items()]
+        orders.append(tuple(task for _, task in sorted([*enumerate(order), *updates])))
+    return Schedule(schedule.name, tuple(orders), schedule.placement)
 
 
 def is_key(x) -> bool:

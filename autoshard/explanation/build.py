@@ -80,7 +80,7 @@ def stages_of(record: Record, pipeline: PipelineRecord) -> Stages:
     for own in pipeline.passes:
         for k, each in enumerate(own.stages):
             tasks = each.forward_seconds + each.backward_seconds + each.weights_seconds
-            of_parts[own.part(k)] += m * tasks + each.after_seconds
+            of_parts[own.part(k)] += m * tasks + each.update_seconds + each.after_seconds
     return Stages(pipeline.schedule, m, pipeline.chunks, tuple(of_parts), record.cost.makespan_seconds, pipeline.placement)
 
 

@@ -41,6 +41,7 @@ def _pass(record: Record, pipeline: PipelineRecord, stages: Stages) -> list[Part
             str(stage.record.mesh),
             format_seconds(stage.forward_seconds),
             format_seconds(stage.backward_seconds + stage.weights_seconds),
+            format_seconds(stage.update_seconds),
             format_seconds(stage.after_seconds),
             format_seconds(max(stage.send_seconds, stage.send_back_seconds)),
             f"{alive[number]} x {format_bytes(stage.residual_bytes)}",
@@ -49,9 +50,10 @@ def _pass(record: Record, pipeline: PipelineRecord, stages: Stages) -> list[Part
         )
         for number, stage in enumerate(pipeline.stages)
     )
-    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">after", ">sending", ">kept", ">peak memory", ">waiting")
+    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">update", ">after", ">sending", ">kept", ">peak memory", ">waiting")
     notes = (
-        "forward, backward and sending are of one microbatch; after: what runs once a step, such as the optimizer's update.",
+        "forward, backward and sending are of one microbatch; update: what follows for gradients and state once a step (U); after: what "
+        "else runs once a step, such as updates that wait for a norm of all gradients.",
         "kept: the most microbatches that wait for their backward pass, and what each keeps in memory.",
         "waiting: the share of the step in which the devices have nothing to do until other stages are done.",
     )
@@ -105,8 +107,9 @@ def schedule_as(record: Record, pipeline: PipelineRecord) -> Schedule:
 def pieces_of(pipeline: PipelineRecord) -> tuple[PieceCosts, ...]:
     """The costs of the tasks of a record's stages."""
     return tuple(
-        PieceCosts(each.forward_seconds, each.backward_seconds, each.weights_seconds, each.residual_bytes, each.residual_bytes)
+        PieceCosts(*tasks, each.residual_bytes, each.residual_bytes, each.update_seconds)
         for each in pipeline.stages
+        for tasks in ((each.forward_seconds, each.backward_seconds, each.weights_seconds),)
     )
 
 

@@ -60,6 +60,17 @@ class Start:
     frees: tuple[str, ...]  # kinds of tasks whose residuals no later task reads
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StartAround:
+    """A program around the loop as it is started: the piece that has it, its number among the piece's own, and what it sends."""
+
+    piece: int
+    number: int
+    outer: Outer
+    sends: tuple[Send, ...]
+    copies: Copies
+
+
 class Call:
     """The arrays of one call."""
 
@@ -77,17 +88,21 @@ class Call:
         n = len(run.staged.stages)
         self.arrived: list[dict[tuple[int, int], Any]] = [{} for _ in range(n)]  # per position and microbatch
         self.handed: list[dict[int, tuple]] = [{} for _ in range(n)]
+        self.sent: dict[tuple[int, int], Sequence[Any]] = {}  # by programs around the loop, until it is
         self.constants: list[tuple] = [()] * n
         self.totals: list[dict[str, tuple]] = [{} for _ in range(n)]
         self.residuals: list[dict[tuple[str, int], tuple]] = [{} for _ in range(n)]
         self.made: dict[int, Any] = {}
 
-    def around(self, piece: int, k: int, outer: Outer, sends: Sequence[Send], copies: Copies) -> None:
-        """Runs a program before or after the loop."""
-        run = self.run
+    def around(self, start: StartAround) -> None:
+        """Runs a program before or after the loop, and sends what it makes."""
+        self.compute(start)
+        self.send(start)
+
+    def compute(self, start: StartAround) -> None:
+        """Runs such a program."""
+        run, piece, outer = self.run, start.piece, start.outer
         if not run.is_here[piece]:
-            for send in sends:
-                self._receive(send, send.placed(None))
             return
         if self.progress is not None:
             self._tell(piece, "what comes around the loop over microbatches", outer.call)
@@ -98,19 +113,31 @@ class Call:
         totals = tuple(self.totals[piece][kind] for kind in outer.kinds)
         try:
             donated = tuple(self.placed.pop((piece, position)) for position in outer.donated)
-            gives, self.handed[piece][k], *loop = outer.call(arguments, donated, before, totals)
+            gives, self.handed[piece][start.number], *loop = outer.call(arguments, donated, before, totals)
             if outer.makes_constants:
                 self.constants[piece], sums = loop
                 self.totals[piece] = dict(zip("FBW", sums, strict=True))
             n_results = len(outer.results)
             for position, x in zip(outer.results, gives[:n_results], strict=True):
                 self.made[run.staged.stages[piece].results[position]] = x
+            self.sent[piece, start.number] = gives[n_results:]
             if self.waits:
                 jax.block_until_ready((gives, loop))
-            for send, x in zip(sends, copies([gives[n_results + send.place] for send in sends]), strict=True):
-                self._receive(send, x)
         except Exception as error:
             raise self._failure(piece, "what comes around the loop over microbatches", error, (arguments, before)) from error
+
+    def send(self, start: StartAround) -> None:
+        """Sends what such a program made."""
+        if not self.run.is_here[start.piece]:
+            for send in start.sends:
+                self._receive(send, send.placed(None))
+            return
+        made = self.sent.pop((start.piece, start.number))
+        try:
+            for send, x in zip(start.sends, start.copies([made[send.place] for send in start.sends]), strict=True):
+                self._receive(send, x)
+        except Exception as error:
+            raise self._failure(start.piece, "what comes around the loop over microbatches", error, made) from error
 
     def _receive(self, send: Send, x: Any) -> None:
         """Receives a message outside the loop, which the stage then has after its arguments."""

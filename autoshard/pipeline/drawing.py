@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.pipeline.schedule import Task
+from autoshard.pipeline.schedule import UPDATE, Task
 from autoshard.pipeline.simulation import Span, Timeline
 
 _MOST_UNEQUAL = 8  # tasks shorter than this part of the longest one lose their label, so that lines do not grow with the ratio
@@ -16,7 +16,8 @@ def draw(timeline: Timeline, width: int = 100) -> str:
     """The timeline as text: a line for each stage, time from left to right, at most ``width`` columns.
 
     ``F3`` is the forward task of microbatch 3 and lasts to the end of its dashes, ``B3`` its backward task, ``W3`` the gradient of its
-    weights; dots are idle time. Letters after the number are chunks. Where a line is too long, its middle is left out.
+    weights, ``U`` what follows once for gradients and state; dots are idle time. Letters after these are chunks. Where a line is too long,
+    its middle is left out.
 
     >>> from autoshard.pipeline.schedule import Schedule
     >>> from autoshard.pipeline.simulation import simulate, PieceCosts
@@ -25,7 +26,7 @@ def draw(timeline: Timeline, width: int = 100) -> str:
     stage 1  ...F0 B0--- F1 B1--- ......
     """
     spans = [span for each in timeline.spans for span in each]
-    seconds = [span.end_seconds - span.start_seconds for span in spans]
+    seconds = [span.end_seconds - span.start_seconds for span in spans if span.task.kind != UPDATE]
     longest = max(seconds, default=0.0)
     label = max((len(_label(span.task, timeline)) for span in spans), default=0)
     shortest = min((x for x in seconds if x >= longest / _MOST_UNEQUAL and x > _NOTHING), default=1.0)
@@ -37,7 +38,7 @@ def draw(timeline: Timeline, width: int = 100) -> str:
 
 def _label(task: Task, timeline: Timeline) -> str:
     chunk = chr(ord("a") + task.chunk) if timeline.schedule.n_chunks > 1 else ""
-    return f"{task.kind}{task.microbatch}{chunk}"
+    return f"{task.kind}{task.number}{chunk}"
 
 
 def _row(spans: Sequence[Span], timeline: Timeline, columns_per_second: float) -> str:

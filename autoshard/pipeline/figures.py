@@ -2,7 +2,7 @@
 
 The judge evaluates the stage's whole program: a loop over microbatches, each forward and backward, and what runs once. The seconds of a
 microbatch are divided among its forward task, its backward task and the gradients of weights as the operations' own seconds are: computing,
-and exposed collectives.
+and exposed collectives. So are those of what runs once: the update, and the rest.
 
 *Memory.* The program's peak has one microbatch between its forward and its backward pass, and what is sent and received of all
 microbatches. A schedule has as many microbatches there as are in flight, and only theirs of what is received. Where the two passes are
@@ -27,6 +27,7 @@ from autoshard.judge.evaluate import Judgement
 from autoshard.judge.model import CostModel
 from autoshard.pipeline.loop_tasks import CHEAP
 from autoshard.pipeline.micro import Micro, loop_of
+from autoshard.pipeline.schedule import UPDATE
 from autoshard.pipeline.stages import Message, Stage
 from autoshard.primitives import primitive
 from autoshard.rules import rules_of
@@ -39,14 +40,15 @@ class StageFigures:
     """The predicted costs of a stage under an assignment, of one device.
 
     Attributes:
-        seconds: of one microbatch, per kind of task.
+        seconds: of one microbatch, per kind of task; of `UPDATE` once a step.
         objective_seconds: the same without overlap.
-        after_seconds: what runs once a step.
+        after_seconds: what else runs once a step.
         residual_bytes: what a microbatch keeps between its forward and its backward task, what it received included.
         lasting_bytes: what is there throughout: arguments that stay, what is made of them for all microbatches, totals such as gradients.
         working_bytes: the peak with one microbatch, forward and backward in one program.
         backward_bytes: the most that the backward pass makes for itself at once, gradients of activations among it.
         passes_bytes: the same of the forward and the backward pass in one program.
+        update_bytes: the same of the update: new state that replaces no donated one among it.
     """
 
     seconds: Mapping[str, float]
@@ -57,6 +59,7 @@ class StageFigures:
     working_bytes: float
     backward_bytes: float
     passes_bytes: float
+    update_bytes: float = 0.0
 
     def peak_bytes(self, in_flight: int, joins: bool) -> float:
         """The peak where so many microbatches are between their forward and their backward tasks.
@@ -77,21 +80,24 @@ class StageFigures:
         return self.lasting_bytes + (0.0 if joins else in_flight * self.residual_bytes)
 
 
-def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: Judgement) -> StageFigures:
+def stage_figures(stage: Stage, loop_level: int, facts: ProgramFacts, model: CostModel, judgement: Judgement) -> StageFigures:
     """The costs of a stage whose program was judged.
 
     Args:
+        loop_level: of its loop (`autoshard.pipeline.stages.Staged`).
         facts: of the stage's program.
         model: of the mesh of the stage's devices.
     """
     n = stage.traced.microbatches
     loop = loop_of(stage.traced.graph, facts.rules, n)
     kinds = task_kinds(stage, loop)
-    spent = spent_seconds(facts, model, judgement, kinds)
+    updates = update_ops(stage, loop, loop_level)
+    spent = spent_seconds(facts, model, judgement, kinds | dict.fromkeys(updates, UPDATE))
     cost = judgement.cost
-    once, inside = spent.pop("", (0.0, 0.0)), {kind: both for kind, both in spent.items()}
+    update, once = (spent.pop(kind, (0.0, 0.0)) for kind in (UPDATE, ""))
+    inside = {kind: both for kind, both in spent.items()}
     exposed = sum(both[0] for both in inside.values())
-    left = max(cost.makespan_seconds - once[0], 0.0)
+    left = max(cost.makespan_seconds - once[0] - update[0], 0.0)
     scale = left / n / exposed if exposed else 0.0
     sizes, layout = model.mesh.sizes, judgement.assignment.layout
     values = stage.traced.graph.values
@@ -106,14 +112,15 @@ def stage_figures(stage: Stage, facts: ProgramFacts, model: CostModel, judgement
     made = {value for op in stage.traced.graph.ops for value in op.results}.intersection(loop.operands[: num_consts(loop.params)])
     one = received["F"] + received["B"] + sent["F"] + sent["B"]
     return StageFigures(
-        seconds={kind: both[0] * scale for kind, both in inside.items()},
-        objective_seconds={kind: both[1] / n for kind, both in inside.items()},
+        seconds={kind: both[0] * scale for kind, both in inside.items()} | {UPDATE: update[0]},
+        objective_seconds={kind: both[1] / n for kind, both in inside.items()} | {UPDATE: update[1]},
         after_seconds=once[0],
         residual_bytes=kept + received["F"],
         lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: num_carry(loop.params)]])),
         working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
         backward_bytes=made_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
         passes_bytes=made_bytes(facts, judgement, loop, kinds),
+        update_bytes=made_bytes(facts, judgement, loop, updates),
     )
 
 
@@ -146,6 +153,26 @@ def task_kinds(stage: Stage, loop: Op) -> dict[int, str]:
     return kinds
 
 
+def update_ops(stage: Stage, loop: Op, loop_level: int) -> set[int]:
+    """The indices of the ops after the loop, bodies included, that read nothing which other stages send after theirs: those of the task
+    ``U``, as `autoshard.pipeline.tasks` has them in the first program after the loop.
+    """
+    graph = stage.traced.graph
+    received = zip(graph.arguments[len(stage.arguments) :], stage.receives, strict=True)
+    levels = {value: message.level for value, message in received} | dict.fromkeys(loop.results, loop_level)
+    for op in graph.ops:
+        if op is not loop:
+            levels |= dict.fromkeys(op.results, max((levels.get(value, 0) for value in op.operands), default=0))
+    sent = graph.results[len(stage.results) :]
+    early, before = {*loop.operands, *(value for value in sent if levels.get(value, 0) < loop_level)}, {loop.index}
+    for op in reversed(graph.ops):
+        if not early.isdisjoint(op.results):
+            before.add(op.index)
+            early.update(op.operands if op is not loop else ())
+    own = (op for op in graph.ops if op.index not in before and max((levels.get(v, 0) for v in op.results), default=0) <= loop_level)
+    return {inner.index for op in own for inner in op.walk()}
+
+
 def _kept_bytes(stage: Stage, facts: ProgramFacts, model: CostModel, judgement: Judgement, loop: Op, kinds: Mapping[int, str]) -> float:
     """Bytes of what the forward task of a microbatch makes and later ones read, but for what each task makes of constants itself.
 
@@ -175,11 +202,11 @@ def made_bytes(facts: ProgramFacts, judgement: Judgement, loop: Op, ops: Collect
 
     Args:
         loop: over microbatches.
-        ops: the indices of the ops, which are in the loop.
+        ops: the indices of the ops.
     """
     found, *_ = facts.compiler.buffers(facts, judgement.assignment, judgement.copies, judgement.partials)
     totals = set(loop.bodies[0].outputs[: num_carry(loop.params)])
-    made = {value for op in loop.walk() if op.index in ops for value in op.results} - totals
+    made = {value for op in facts.graph.walk() if op.index in ops for value in op.results} - totals
     own = [value in made for value in found.times.values]
     own += [copy.first in ops for copy in judgement.copies.values()]
     own += [op in ops for op in found.partials]

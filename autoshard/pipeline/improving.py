@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from itertools import islice
 
-from autoshard.pipeline.list_scheduling import BACKWARD, FORWARD, WEIGHTS, Orders, Tables
+from autoshard.pipeline.list_scheduling import BACKWARD, FORWARD, UPDATE, WEIGHTS, Orders, Tables
 
 SEED = 0
 
@@ -18,13 +18,13 @@ SEED = 0
 def improved(tables: Tables, orders: Orders, makespan: float, bound: float, tries: int) -> tuple[float, Orders]:
     """The makespan and the orders after so many tries, or once the bound is reached."""
     choose, best, orders = random.Random(SEED), makespan, [list(order) for order in orders]
-    path = _Timing(tables, orders).critical()
+    path = Timing(tables, orders).critical()
     while tries and best > bound * (1 + 1e-12) and path:
         tries -= 1
         stage, at = path.pop(choose.randrange(len(path)))
         order = orders[stage]
         order[at - 1], order[at] = order[at], order[at - 1]
-        timing = _Timing(tables, orders) if _fits(tables, stage, order) else None
+        timing = Timing(tables, orders) if fits(tables, stage, order) else None
         if timing is None or not timing.is_complete or timing.makespan > best:
             order[at - 1], order[at] = order[at], order[at - 1]
             continue
@@ -34,10 +34,10 @@ def improved(tables: Tables, orders: Orders, makespan: float, bound: float, trie
 
 def timed(tables: Tables, orders: Orders) -> float:
     """The makespan of orders."""
-    return _Timing(tables, orders).makespan
+    return Timing(tables, orders).makespan
 
 
-def _fits(tables: Tables, stage: int, order: list[tuple[int, int]]) -> bool:
+def fits(tables: Tables, stage: int, order: list[tuple[int, int]]) -> bool:
     """Whether residuals have room on a stage, and the last piece's tasks are in pairs."""
     last = len(tables.stage) - 1
     used, alive, ends, before = 0.0, 0, WEIGHTS if tables.splits else BACKWARD, (-1, -1)
@@ -53,22 +53,22 @@ def _fits(tables: Tables, stage: int, order: list[tuple[int, int]]) -> bool:
                 return False
         elif kind == BACKWARD:
             used -= tables.kept[piece] - tables.late[piece]
-        else:
+        elif kind == WEIGHTS:
             used -= tables.late[piece]
         alive -= kind == ends
         before = task
     return True
 
 
-class _Timing:
+class Timing:
     """The start and end of every task of some orders, and what each waited for."""
 
     def __init__(self, tables: Tables, orders: Orders):
         self.tables, self.orders = tables, orders
         n, n_stages = len(tables.stage), len(orders)
-        self.arrived: list[list[list[tuple[float, int, int]]]] = [[[] for _ in range(n)] for _ in range(3)]  # with the task that sent it
+        self.arrived: list[list[list[tuple[float, int, int]]]] = [[[] for _ in range(n)] for _ in range(4)]  # with the task that sent it
         self.arrived[FORWARD][0] = [(0.0, -1, -1)] * tables.n_microbatches
-        self.counts = [[0] * n for _ in range(3)]
+        self.counts = [[0] * n for _ in range(4)]
         self.free, self.links = [0.0] * n_stages, dict[tuple[int, int], float]()
         self.starts: list[list[float]] = [[] for _ in orders]
         self.sources: list[list[tuple[int, int]]] = [[] for _ in orders]  # of what a task waited for, on another stage; -1: its own
@@ -106,7 +106,9 @@ class _Timing:
     def _sent(self, stage: int, at: int, kind: int, piece: int, end: float) -> int | None:
         """Sends what a task made; gives the stage that it is for, where that is another one."""
         tables, last = self.tables, len(self.tables.stage) - 1
-        if kind == WEIGHTS:
+        if kind == (WEIGHTS if tables.splits else BACKWARD) and self.counts[kind][piece] == tables.n_microbatches:
+            self.arrived[UPDATE][piece].append((end, stage, at))
+        if kind >= WEIGHTS:
             return None
         if kind == BACKWARD and tables.splits:
             self.arrived[WEIGHTS][piece].append((end, stage, at))
@@ -143,4 +145,4 @@ class _Timing:
     def _may_go_before(self, stage: int, at: int) -> bool:
         """Whether a task may go before the one before it: of the same piece and microbatch they are in order."""
         (kind, piece), (before, other) = self.orders[stage][at], self.orders[stage][at - 1]
-        return not (kind == before and piece == other)
+        return not (piece == other and kind in (before, UPDATE))

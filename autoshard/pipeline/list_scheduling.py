@@ -15,8 +15,8 @@ from itertools import product
 from autoshard.ir.pieces import part_of
 from autoshard.pipeline.simulation import PieceCosts
 
-FORWARD, BACKWARD, WEIGHTS = range(3)
-KIND_LETTERS = "FBW"
+FORWARD, BACKWARD, WEIGHTS, UPDATE = range(4)
+KIND_LETTERS = "FBWU"
 _ROUNDING = 1e-9  # of what fits
 
 
@@ -64,7 +64,7 @@ class Tables:
     Attributes:
         n_microbatches: of each piece.
         stage: per piece the stage that has it; own: per stage its pieces, in order.
-        seconds: of forward tasks, backward tasks and those of weights, per piece.
+        seconds: of forward tasks, backward tasks, those of weights and updates, per piece.
         splits: whether there are tasks of weights; the backward tasks have their seconds otherwise.
         kept, late: per piece the bytes that a microbatch needs from its forward task on, and those of them until the task of weights.
         sends: from a piece to the next one, and to the one before, per boundary.
@@ -77,7 +77,7 @@ class Tables:
     n_microbatches: int
     stage: list[int]
     own: list[list[int]]
-    seconds: tuple[list[float], list[float], list[float]]
+    seconds: tuple[list[float], list[float], list[float], list[float]]
     splits: bool
     kept: list[float]
     late: list[float]
@@ -109,7 +109,12 @@ class Tables:
             n_microbatches,
             stage,
             [[p for p, s in enumerate(stage) if s == own] for own in range(n_stages)],
-            ([each.forward for each in pieces], backward, [each.weights if splits else 0.0 for each in pieces]),
+            (
+                [each.forward for each in pieces],
+                backward,
+                [each.weights if splits else 0.0 for each in pieces],
+                [each.update for each in pieces],
+            ),
             splits,
             [max(each.kept_bytes, own) for each, own in zip(pieces, late, strict=True)],
             late,
@@ -122,8 +127,13 @@ class Tables:
 
     @property
     def n_tasks(self) -> int:
-        """Of all stages."""
+        """Of all stages, without updates."""
         return self.n_microbatches * len(self.stage) * (3 if self.splits else 2)
+
+    @property
+    def updates(self) -> bool:
+        """Whether there are tasks that update state."""
+        return any(self.seconds[UPDATE])
 
     def send_seconds(self, piece: int, target: int) -> float:
         """From a piece to a neighbouring one."""
@@ -135,7 +145,7 @@ Orders = list[list[tuple[int, int]]]
 
 
 def list_scheduled(tables: Tables, rule: Rule) -> tuple[float, Orders]:
-    """The makespan, and the orders; infinity where tasks wait for each other."""
+    """The makespan, and the orders, in which updates come last; infinity where tasks wait for each other."""
     return _ListScheduling(tables, rule).run()
 
 
@@ -177,6 +187,9 @@ class _ListScheduling:
                 self.start(stage, now, *task)
         is_complete = sum(map(len, self.orders)) == self.tables.n_tasks
         assert is_complete or not self.rule.reserves, "no task waits forever"
+        for stage, own in enumerate(self.tables.own if self.tables.updates else ()):
+            self.orders[stage] += [(UPDATE, p) for p in own]
+            free[stage] += sum(self.tables.seconds[UPDATE][p] for p in own)
         return max(free) if is_complete else math.inf, self.orders
 
     def choice(self, stage: int, now: float) -> tuple[int, int] | None:

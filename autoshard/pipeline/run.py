@@ -18,10 +18,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.call import Call, Send, Start
-from autoshard.pipeline.programs import Options, Outer, StagePlan, TaskProgram
+from autoshard.pipeline.call import Call, Send, Start, StartAround
+from autoshard.pipeline.programs import Options, StagePlan, TaskProgram
 from autoshard.pipeline.rows import RowsOfChunks, RowsOfStages, rows_of_stages
-from autoshard.pipeline.schedule import Schedule, Task
+from autoshard.pipeline.schedule import UPDATE, Schedule, Task
 from autoshard.pipeline.sending import Copies, Sending, absent, is_alone, is_here, put, sending, to_everyone
 from autoshard.pipeline.stages import Staged
 from autoshard.pipeline.tasks import all_programs
@@ -57,6 +57,8 @@ class Pipelined:
         self._copies: dict[tuple[int, tuple[int, ...]], tuple[tuple[Send, ...], Copies]] = {}
         self._starts = self._ordered()
         self._before, self._after = self._by_level("before"), self._by_level("after")
+        early = self._after if schedule.updates else []
+        self._updates = {start.piece: start for start in early if start.outer.level == staged.loop_level}
         self.order: tuple[tuple[int, Task], ...] = tuple((start.stage, start.task) for start in self._starts)
         self.executed: tuple[tuple[int, Task], ...] = ()
         self._indices = [
@@ -221,28 +223,31 @@ class Pipelined:
         parts = [part for x, rows in zip(there, self._rows_in, strict=True) for part in (rows.apart(x) if rows else [x])]
         call = Call(self, parts, waits, progress)
         for outer in self._before:
-            call.around(*outer)
+            call.around(outer)
         executed = []
         for start in self._starts:
-            call.start(start)
+            if start.task.kind == UPDATE and start.piece in self._updates:
+                call.compute(self._updates[start.piece])
+            else:
+                call.start(start)
             if self.is_here[start.piece]:
                 executed.append((start.stage, start.task))
         self.executed = tuple(executed)
-        for outer in self._after:
-            call.around(*outer)
+        for outer in self._after:  # between processes a transfer is a program: it comes after all tasks
+            call.send(outer) if self._updates.get(outer.piece) is outer else call.around(outer)
         made = zip(self.staged.divided.results, self._rows_out, strict=True)
         results = call.results()
         return [rows.together([results[k] for k in parts]) if rows else results[parts[0]] for parts, rows in made]
 
-    def _by_level(self, side: str) -> list[tuple[int, int, Outer, tuple[Send, ...], Copies]]:
-        """The programs around the loop, level by level: piece, number among its own, the program, and what it sends."""
+    def _by_level(self, side: str) -> list[StartAround]:
+        """The programs around the loop, level by level."""
         found = [
-            (piece, k, outer, *self._sent_by(piece, outer.sends))
+            StartAround(piece, k, outer, *self._sent_by(piece, outer.sends))
             for piece, programs in enumerate(self._programs)
             for k, outer in enumerate([*programs.before, *programs.after])
             if (outer.level < self.staged.loop_level) == (side == "before")
         ]
-        return sorted(found, key=lambda each: (each[2].level, *each[:2]))
+        return sorted(found, key=lambda each: (each.outer.level, each.piece, each.number))
 
 
 def _check(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule) -> None:

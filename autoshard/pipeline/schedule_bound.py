@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from autoshard.pipeline.list_scheduling import BACKWARD, FORWARD, WEIGHTS, Tables
+from autoshard.pipeline.list_scheduling import BACKWARD, FORWARD, UPDATE, WEIGHTS, Tables
 
 
 def least_makespan(tables: Tables) -> float:
     """The greatest of several bounds, in seconds; O(pieces x stages).
 
-    Of the chain of one microbatch through all pieces and back. And of each stage: it begins when the first microbatch arrives, works, and
-    its last gradient then goes back to the first piece; until the first gradient can be there it has forward tasks alone, of as many
-    microbatches as have room; and the bytes of each microbatch, for as long as it is in flight at least, have room in the time of the step.
+    Of the chain of one microbatch through all pieces and back, and the first piece's update. And of each stage: it begins when the first
+    microbatch arrives, works, and its last gradient then goes back to the first piece, which is updated; until the first gradient can be
+    there it has forward tasks alone, of as many microbatches as have room; and the bytes of each microbatch, for as long as it is in
+    flight at least, have room in the time of the step.
     """
-    forward, backward, weights = tables.seconds
+    forward, backward, weights, updates = tables.seconds
     n, last = tables.n_microbatches, len(forward) - 1
     heads = list(accumulate((forward[p] + tables.send_seconds(p, p + 1) for p in range(last)), initial=0.0))
     tails = list(accumulate((backward[p] + tables.send_seconds(p + 1, p) for p in range(last)), initial=0.0))  # after the backward task
     whole = heads[last] + forward[last] + backward[last] + tails[last]
-    bounds = [whole + weights[0]]
+    bounds = [whole + weights[0] + updates[0]]
     for stage, own in enumerate(tables.own):
         first, deepest = own[0], own[-1]
-        sums = [n * sum(tables.seconds[kind][p] for p in own) for kind in (FORWARD, BACKWARD, WEIGHTS)]
-        bounds += [heads[first] + sum(sums), heads[first] + sums[FORWARD] + sums[BACKWARD] + tails[first]]
+        sums = [(1 if kind == UPDATE else n) * sum(seconds[p] for p in own) for kind, seconds in enumerate(tables.seconds)]
+        bounds += [heads[first] + sum(sums), heads[first] + sums[FORWARD] + sums[BACKWARD] + tails[first] + updates[0]]
         returns = whole - tails[deepest] - backward[deepest]  # when the first backward task can start
         early = min(returns - heads[first], _early_seconds(tables, stage))
         bounds.append(returns + sum(sums) - early)

@@ -2,9 +2,9 @@
 
 *Variables.* Per stage the order of its tasks. *Objective.* The makespan, as `autoshard.pipeline.simulation` has it. *Constraints.* The
 bytes that microbatches in flight keep on a stage are within its room; what a name restricts (`NAMES`). *Method.* List scheduling by several
-rules (`list_scheduling`), of long steps on fewer microbatches first, then local search (`improving`). Heuristic, with a lower bound
-(`schedule_bound`). *Ties.* Fewer tasks, then the rule that is tried first. The same for the same numbers, on any machine: effort is counted
-in tasks, not in seconds.
+rules (`list_scheduling`), of long steps on fewer microbatches first, then updates in gaps (`updating`) and local search (`improving`).
+Heuristic, with a lower bound (`schedule_bound`). *Ties.* Fewer tasks, then the rule that is tried first. The same for the same numbers, on
+any machine: effort is counted in tasks, not in seconds.
 
 Published schedules are among what is reached: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., PipeDream, 2019), interleaved 1F1B
 (Narayanan et al., Megatron-LM, 2021), ZB-H1 and ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, 2023), ZB-V (Qi et al., Pipeline
@@ -19,15 +19,17 @@ from dataclasses import dataclass, replace
 
 from autoshard.errors import PipelineError
 from autoshard.pipeline.improving import improved, timed
-from autoshard.pipeline.list_scheduling import KIND_LETTERS, RULES, Orders, Rule, Tables, list_scheduled
+from autoshard.pipeline.list_scheduling import KIND_LETTERS, RULES, UPDATE, Orders, Rule, Tables, list_scheduled
 from autoshard.pipeline.schedule import Schedule
 from autoshard.pipeline.schedule_bound import least_makespan
 from autoshard.pipeline.simulation import PieceCosts, per_boundary
+from autoshard.pipeline.updating import with_early_updates
 
 EFFORT = 200_000  # tasks that all rules together schedule at most, of fewer microbatches where need be
 USUAL = 10_000  # the same for schedules of equal stages
 FINALISTS = 2  # rules that schedule all microbatches, and are improved
 IMPROVING = 100_000  # tasks that local search times
+UPDATING = 200_000  # tasks that are timed to find gaps for updates
 LEAST_TRIES = 20  # of local search; of longer steps there is none
 SPLIT_GAIN = 0.005  # of the makespan, that tasks of weights are worth: each takes the host some time, too
 
@@ -204,11 +206,21 @@ def _orders(tables: Tables, bound: float, effort: int) -> tuple[float, Orders]:
         tried = sorted((_of_candidate(tables, k, *candidates[k]) for _, k, _ in tried[:FINALISTS]), key=lambda each: each[:2])
     if math.isinf(tried[0][0]):  # those of few microbatches that wait for each other where there are more
         tried = [(*_of_candidate(tables, 0, _as_it_is, Rule(reserves=True)),)]
+    if tables.updates:
+        tried[:FINALISTS] = sorted((_updated_early(tables, *each) for each in tried[:FINALISTS]), key=lambda each: each[:2])
     tries = IMPROVING // tables.n_tasks if effort == EFFORT else 0
     if tries < LEAST_TRIES:
         return timed(tables, tried[0][2]), tried[0][2]  # a rule that waits, and then starts what it waited with, tells too much
     orders = _improved(tables, tried, bound, tries)
     return timed(tables, orders), orders
+
+
+def _updated_early(tables: Tables, makespan: float, number: int, orders: Orders) -> tuple[float, int, Orders]:
+    """A candidate with its updates in gaps."""
+    if math.isinf(makespan):
+        return makespan, number, orders
+    orders = with_early_updates(tables, orders, UPDATING // tables.n_tasks)
+    return timed(tables, orders), number, orders
 
 
 def _improved(tables: Tables, tried: Sequence[tuple[float, int, Orders]], bound: float, tries: int) -> Orders:
@@ -241,7 +253,7 @@ def _without_sends(tables: Tables) -> Tables:
 def _alike(tables: Tables) -> Tables:
     """All pieces and kinds of tasks alike, and sent in no time."""
     n = len(tables.stage)
-    seconds = ([1.0] * n, [1.0 if tables.splits else 2.0] * n, [1.0 if tables.splits else 0.0] * n)
+    seconds = ([1.0] * n, [1.0 if tables.splits else 2.0] * n, [1.0 if tables.splits else 0.0] * n, tables.seconds[UPDATE])
     return replace(_without_sends(tables), seconds=seconds)
 
 

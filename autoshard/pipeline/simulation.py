@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.schedule import Schedule, Task
+from autoshard.pipeline.schedule import UPDATE, Schedule, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,7 @@ class PieceCosts:
         weights: of ``W``, the gradient of its weights; a schedule without ``W`` tasks adds it to ``B``.
         kept_bytes: what ``F`` keeps for later tasks; without ``W`` tasks ``B`` frees it.
         late_bytes: what there is between ``B`` and ``W``, where the schedule has both.
+        update: seconds of ``U``, once a step.
     """
 
     forward: float
@@ -30,6 +31,7 @@ class PieceCosts:
     weights: float = 0.0
     kept_bytes: float = 1.0
     late_bytes: float = 1.0
+    update: float = 0.0
 
     def divided(self, n: int) -> PieceCosts:
         """The costs of one of ``n`` equal parts of the piece."""
@@ -167,8 +169,8 @@ class _Simulation:
     def ready(self, stage: int, task: Task) -> float | None:
         """When what a task needs is there; None if that is not known yet."""
         piece = self.schedule.piece(stage, task.chunk)
-        if task.kind == "F" and piece == 0:
-            return 0.0
+        if task.kind == UPDATE or (task.kind == "F" and piece == 0):
+            return 0.0  # an order has each U after what it needs
         return self.arrived.get((task.kind, piece, task.microbatch))
 
     def start(self, stage: int, task: Task, ready: float) -> list[int]:
@@ -184,15 +186,15 @@ class _Simulation:
         if task.kind == "B":
             self.arrived["W", piece, task.microbatch] = end
         target = piece + 1 if task.kind == "F" else piece - 1
-        if task.kind == "W" or target < 0:
+        if task.kind in ("W", UPDATE) or target < 0:
             return [stage]
         self.arrived[task.kind, target, task.microbatch] = self.send(piece, target, task, end)
         return [self.schedule.stage(target)]
 
     def seconds(self, piece: int, kind: str) -> float:
         times = self.pieces[piece]
-        if kind == "F":
-            return times.forward
+        if kind in ("F", UPDATE):
+            return times.forward if kind == "F" else times.update
         return times.weights if kind == "W" else times.backward + (0.0 if self.split else times.weights)
 
     def send(self, source: int, target: int, task: Task, end: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.pipeline.schedule import Kept, Task, alive_bytes
+from autoshard.pipeline.schedule import UPDATE, Kept, Task, alive_bytes
 from autoshard.pipeline.simulation import Span, Timeline
 
 REASONS = {
@@ -82,7 +82,7 @@ class _Stage:
         """Bytes that a task keeps, or frees."""
         piece = self.pieces[self.schedule.piece(self.stage, task.chunk)]
         late = piece.late_bytes if "W" in self.schedule.kinds else 0.0
-        return {"F": piece.kept_bytes, "B": late - piece.kept_bytes, "W": -late}[task.kind]
+        return {"F": piece.kept_bytes, "B": late - piece.kept_bytes, "W": -late, UPDATE: 0.0}[task.kind]
 
     def _before(self, span: Span, start: float, left: Sequence[Span], alive: float) -> Iterator[Wait]:
         """What a stage waits for before a task."""

@@ -11,7 +11,7 @@ from autoshard.errors import PipelineError
 from autoshard.ir import Mesh, shards
 from autoshard.ir.pieces import part_of, piece_of, rows_of
 from autoshard.pipeline.figures import StageFigures
-from autoshard.pipeline.schedule import Schedule, alive_bytes
+from autoshard.pipeline.schedule import UPDATE, Schedule, alive_bytes
 from autoshard.pipeline.scheduling import Workload, scheduled
 from autoshard.pipeline.simulation import PieceCosts, simulate
 from autoshard.pipeline.stages import Staged
@@ -43,7 +43,7 @@ class FoundStage:
         """Of its tasks, which take so many seconds."""
         kept = self.figures.residual_bytes
         forward, backward, weights = (seconds.get(kind, 0.0) for kind in "FBW")
-        return PieceCosts(forward, backward, weights, 0.0 if self.joins else kept, kept)
+        return PieceCosts(forward, backward, weights, 0.0 if self.joins else kept, kept, seconds.get(UPDATE, 0.0))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +120,14 @@ class FoundPipeline:
         return [found for piece, found in enumerate(self.stages) if part_of(piece, self.n_parts, self.placement) == part]
 
     def _lasting_bytes(self, part: int) -> float:
-        """What a part of the devices has beside residuals: of all its stages what lasts, and what the one that runs makes for itself."""
-        own = self.own(part)
-        return sum(found.figures.lasting_bytes for found in own) + max(found.figures.own_bytes(found.joins) for found in own)
+        """What a part of the devices has beside residuals: of all its stages what lasts, and what the one that runs makes for itself.
+
+        Of several chunks some are updated while others run.
+        """
+        figures = [found.figures for found in self.own(part)]
+        runs = max(found.figures.own_bytes(found.joins) for found in self.own(part))
+        updated = sum(each.update_bytes for each in figures)
+        return sum(each.lasting_bytes for each in figures) + (max(runs, updated) if len(figures) == 1 else runs + updated)
 
     @property
     def makespan_seconds(self) -> float:
@@ -158,7 +163,7 @@ class FoundPipeline:
         return max(end + own for end, own in zip(ends, self._once_seconds, strict=True))
 
     def once_seconds(self, piece: int) -> float:
-        """What a piece does once a step: what comes around the loop, and transfers of rows that another part of the devices has."""
+        """What a piece does once a step beside its update: what comes around the loop, and transfers of rows that another part has."""
         found, part = self.stages[piece], part_of(piece, self.n_parts, self.placement)
         is_moved = piece in _moved(part, self.n_parts, len(self.stages) // self.n_parts, self.placement)
         return found.figures.after_seconds + is_moved * found.rows_seconds

@@ -14,7 +14,7 @@ from autoshard.ir.rewrites import Microbatches, Offload, variant
 from autoshard.lower import rows_spec
 from autoshard.microbatch import Pass
 from autoshard.pipeline.passes import homes_of
-from autoshard.pipeline.schedule import pieces_in_flight
+from autoshard.pipeline.schedule import UPDATE, pieces_in_flight
 from autoshard.pipeline.stages import Stage, Staged
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.found_pipelines import FoundPipeline, FoundStage
@@ -167,6 +167,7 @@ def _stage_record(found: FoundStage, once_seconds: float, peak_bytes: float) -> 
         forward_seconds=seconds.get("F", 0.0),
         backward_seconds=seconds.get("B", 0.0),
         weights_seconds=seconds.get("W", 0.0),
+        update_seconds=found.figures.seconds[UPDATE],
         after_seconds=once_seconds,
         send_seconds=found.send_seconds,
         send_back_seconds=found.send_back_seconds,

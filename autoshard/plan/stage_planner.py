@@ -196,7 +196,7 @@ class Planner:
             devices = self.parts[part_of(stage.number, self.asked.n_parts, self.placement)]
             model = problem.model if problem.mesh == record.mesh else CostModel(devices, record.mesh)
             judgement = evaluate(problem.facts, model, record.assignment)
-            figures = stage_figures(stage, problem.facts, model, judgement)
+            figures = stage_figures(stage, self.staged.loop_level, problem.facts, model, judgement)
             peak = figures.peak_bytes(in_flight, joins)
             if peak <= share:
                 sent = self._sent(stage, record.mesh, judgement.assignment.layout)

@@ -288,6 +288,7 @@ def _schedule(record: Record, pipeline: PipelineRecord) -> dict[str, Any]:
         "pieces": [
             [str(stage.record.mesh), stage.record.mesh.size, stage.forward_seconds, stage.backward_seconds + stage.weights_seconds]
             + [stage.after_seconds, max(stage.send_seconds, stage.send_back_seconds), stage.residual_bytes, stage.peak_bytes]
+            + [stage.update_seconds]
             for stage in pipeline.stages
         ],
     }

@@ -132,7 +132,7 @@ def _inside(timeline: Timeline, insides: Sequence[Inside]) -> Iterator[_Span]:
     splits = any(span.task.kind == "W" for spans in timeline.spans for span in spans)
     for stage, spans in enumerate(timeline.spans if insides else ()):
         for span in spans:
-            kinds = span.task.kind if splits or span.task.kind == "F" else "BW"  # gradients of weights are part of the backward task
+            kinds = "BW" if span.task.kind == "B" and not splits else span.task.kind  # the backward task has the gradients of weights, too
             events = tuple(event for event in loops[timeline.schedule.piece(stage, span.task.chunk)].events if event.task in kinds)
             if span.task.microbatch < most and events:
                 yield from _squeezed(f"stage {stage}: ", events, span.start_seconds, span.end_seconds - span.start_seconds)

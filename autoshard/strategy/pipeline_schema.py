@@ -12,6 +12,7 @@ from autoshard.strategy.record import BY_ROWS, PipelineRecord, Record, StageReco
 
 _OPTIONAL = ("placement", "orders", "earlier", "rows")
 _FIGURES = tuple(field.name for field in fields(StageRecord) if field.name != "record")
+_LATER = "update_seconds"  # a figure that files of earlier versions lack
 
 
 def encode_pipeline(pipeline: PipelineRecord, encode: Callable[[Record], Any]) -> dict[str, Any]:
@@ -69,8 +70,8 @@ def _placement(node: Node) -> str:
 
 
 def _stage(node: Node, decode: Callable[[Node], Record]) -> StageRecord:
-    part = node.fields(*_FIGURES, "strategy")
+    part = node.fields(*(name for name in _FIGURES if name != _LATER), "strategy", optional=(_LATER,))
     record = decode(part["strategy"])
     if record.pipeline is not None:
         raise part["strategy"].error("a stage that is no pipeline itself")
-    return StageRecord(record, **{name: part[name].number() for name in _FIGURES})
+    return StageRecord(record, **{name: part[name].number() for name in _FIGURES if name in part})

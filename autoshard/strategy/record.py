@@ -190,10 +190,12 @@ class StageRecord:
     Attributes:
         record: the strategy of the stage's program, on its part of the cluster: all microbatches, and what the stage does after them.
         forward_seconds, backward_seconds, weights_seconds: one microbatch: forward, the gradients that are sent back, those of weights.
-        after_seconds: what runs once a step, such as the optimizer's update.
+        after_seconds: what else runs once a step.
         send_seconds, send_back_seconds: the transfer of one microbatch's activations to the next stage, and of gradients to the one before.
         residual_bytes: what a microbatch keeps between its forward and its backward tasks.
         peak_bytes: at the fullest moment of the schedule.
+        update_seconds: what follows for gradients and state once a step, and needs nothing of other stages; 0 in files of earlier versions,
+            whose ``after_seconds`` have it.
     """
 
     record: Record
@@ -205,6 +207,7 @@ class StageRecord:
     send_back_seconds: float
     residual_bytes: float
     peak_bytes: float
+    update_seconds: float = 0.0
 
 
 BY_ROWS = -1

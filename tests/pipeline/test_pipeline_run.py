@@ -346,7 +346,7 @@ def test_a_callback_that_raises_names_its_stage_and_lines():
 def test_an_interrupted_call_leaves_its_arguments_as_they_were(monkeypatch):
     """Ctrl-C between two tasks, although the state is donated: the next call computes the step."""
     fn, args = mlp(4)
-    run = pipelined(fn, args, 2, 2, donated=(0,))
+    run = pipelined(fn, args, 2, 2, donated=(0,), early=False)
     started, start = [], Call.start
 
     def interrupted(call, task):

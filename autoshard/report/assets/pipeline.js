@@ -1,6 +1,6 @@
 // A pipeline's schedule: which stage works on which microbatch when.
 
-const TASKS = { F: ["--c0", "forward"], B: ["--c1", "backward"], W: ["--c2", "gradients of weights"], A: ["--update", "after all microbatches"] };
+const TASKS = { F: ["--c0", "forward"], B: ["--c1", "backward"], W: ["--c2", "gradients of weights"], U: ["--c3", "update"], A: ["--update", "after all microbatches"] };
 
 function pipelineSection() {
   if (!DATA.schedule) return;
@@ -10,7 +10,7 @@ function pipelineSection() {
     several ? make("p", {}, `The step goes over its microbatches ${passes.length} times, one pipeline after the other, since later parts of it read what comes of all examples in earlier ones.`) : "",
     ...parts.flatMap((part) => part.elements),
     make("p", { class: "hint" }, "Waiting is the share of the step in which a stage's devices have nothing to do until other stages are done. " +
-      "Forward, backward, sending and kept each are of one microbatch; after is what runs once a step. Each stage has a program of its own: " +
+      "Forward, backward, sending and kept each are of one microbatch; update is what follows for gradients and state, after what else runs once a step. Each stage has a program of its own: " +
       `strategy.${several ? "passes[n]" : "stages"}[k].report() has its tables.`));
   for (const part of parts) part.chart.paint();
 }
@@ -27,13 +27,14 @@ function passPart(found, which, several) {
     }
     found.stages.forEach((stage, row) => {
       put({ row, start: found.ns, duration: after[row], colour: TASKS.A[0], label: "after", told: () => [
-        make("strong", {}, "what runs once a step, such as the optimizer's update"), ` on stage ${row} — ${seconds(after[row] / 1e9)} from ${seconds(found.ns / 1e9)}`] });
+        make("strong", {}, "what runs once a step"), ` on stage ${row} — ${seconds(after[row] / 1e9)} from ${seconds(found.ns / 1e9)}`] });
       stage.start.forEach((start, k) => {
       const duration = stage.duration[k], kind = stage.kind[k];
       if (start > to || start + duration < from) return;
-      const label = `${kind}${stage.microbatch[k]}${found.n_chunks > 1 ? ` chunk ${stage.chunk[k]}` : ""}`;
+      const number = kind === "U" ? "" : stage.microbatch[k];
+      const label = `${kind}${number}${found.n_chunks > 1 ? ` chunk ${stage.chunk[k]}` : ""}`;
       put({ row, start, duration, colour: TASKS[kind][0], alpha: 0.8, label, told: () => [
-        make("strong", {}, `${TASKS[kind][1]} of microbatch ${stage.microbatch[k]}`), ` on stage ${row} — ${seconds(duration / 1e9)} from ${seconds(start / 1e9)}`] });
+        make("strong", {}, kind === "U" ? "gradients reduced, state updated" : `${TASKS[kind][1]} of microbatch ${number}`), ` on stage ${row} — ${seconds(duration / 1e9)} from ${seconds(start / 1e9)}`] });
       });
     });
   });
@@ -44,7 +45,7 @@ function passPart(found, which, several) {
     table(`Stages${which}`, [
       { name: "stage", value: (row) => row.k, number: true, rises: true },
       { name: "mesh", value: (row) => row[0], show: (row) => [row[0] || "one device", make("span", { class: "small" }, `${row[1]} devices`)] },
-      ...["forward", "backward", "after", "sending"].map((name, n) => ({ name, value: (row) => row[2 + n], show: (row) => seconds(row[2 + n]), number: true })),
+      ...[["forward", 2], ["backward", 3], ["update", 8], ["after", 4], ["sending", 5]].map(([name, at]) => ({ name, value: (row) => row[at], show: (row) => seconds(row[at]), number: true })),
       { name: "kept each", value: (row) => row[6], show: (row) => bytes(row[6]), number: true },
       { name: "peak memory", value: (row) => row[7], show: (row) => bytes(row[7]), number: true },
       { name: "waiting", value: (row) => found.waiting[found.parts[row.k]], show: (row) => percent(found.waiting[found.parts[row.k]]), number: true },
