@@ -6,7 +6,8 @@ of its schedule; the most activations and gradients of a microbatch that one sta
 works for each (its own CPU time). A row takes most of a minute of one core; ``--programs``, ``--stages`` and ``--schedules`` choose.
 
 ``--bubbles`` finds schedules of a GPT on 4 and 8 stages with the seconds of tasks and transfers that a search found for them, in the memory
-that 1F1B needs.
+that 1F1B needs. ``--updates`` compares step times of chunks that are updated in gaps of the schedule with those of the schedules that are
+found where all updates come last, in ten minutes.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import asdict, dataclass, replace
+from itertools import islice, product
 from typing import Any
 
 import jax
@@ -30,12 +31,12 @@ import autoshard
 from autoshard.cli.terminal import show
 from autoshard.errors import AutoshardError
 from autoshard.explanation.explain_pipeline import pieces_of, schedule_as
-from autoshard.pipeline.schedule import ONE_PROGRAM
+from autoshard.pipeline.schedule import ONE_PROGRAM, alive_bytes
 from autoshard.pipeline.scheduling import NAMES, Workload, scheduled
 from autoshard.pipeline.simulation import simulate
 from autoshard.render import Paragraph, Report, Table
 from benchmarks.microbatches import SMALL, filled
-from benchmarks.models import Program, gpt
+from benchmarks.models import Program, gpt, llama
 from benchmarks.progress import progress_bar
 from benchmarks.several import clip, muon, ppo, sam
 
@@ -151,6 +152,33 @@ def bubbles() -> list[tuple[float, ...]]:
     return found
 
 
+def updates() -> list[tuple[str, ...]]:
+    """Per program and cluster the step time in milliseconds with updates last and in gaps, and the share that is gained."""
+    found = []
+    programs = {
+        "gpt": (gpt(16, width=2048, heads=16, vocabulary=32_768, batch=128, length=1024), "interleaved", 4),
+        "llama": (llama(16, 2048, 16, 8, 5632, 32_000, batch=64, length=2048), "auto", 2),
+    }
+    for (name, ((function, args, *_), schedule, chunks)), cluster in product(programs.items(), ("h100:8x4", "v5e:4x4")):
+        asked = {"cluster": cluster, "stages": 4, "microbatches": 8, "schedule": schedule, "donate_argnums": 0}
+        strategy = autoshard.search(function, *args, **asked)
+        if strategy.record.pipeline.chunks != chunks:
+            strategy = strategy.what_if(chunks=chunks).strategy
+        pipeline, early = strategy.record.pipeline, schedule_as(strategy.record, strategy.record.pipeline)
+        pieces = pieces_of(pipeline)
+        later = tuple(replace(each, update=0.0) for each in pieces)
+        sends = tuple(x.send_seconds for x in pipeline.stages[:-1]), tuple(x.send_back_seconds for x in pipeline.stages[1:])
+        work = Workload(pipeline.n_parts, early.n_microbatches, later, pipeline.placement, *sends, alive_bytes(early, pieces))
+        ends = (simulate(early, pieces, *sends).end_seconds, simulate(scheduled(work, schedule).schedule, later, *sends).end_seconds)
+        after = [[pipeline.stages[k] for k in pipeline.stages_of(part)] for part in range(pipeline.n_parts)]
+        one, other = (
+            max(end + sum(x.after_seconds + last * x.update_seconds for x in own) for end, own in zip(of, after, strict=True))
+            for last, of in enumerate(ends)
+        )
+        found.append((name, cluster, f"{chunks} {pipeline.placement}", f"{other * 1e3:.1f}", f"{one * 1e3:.1f}", f"{1 - one / other:.2%}"))
+    return found
+
+
 def report(rows: Sequence[Row]) -> Report:
     """The rows, and how many are as they should be."""
     columns = ("program", ">stages", "schedule", ">difference", "in order", ">activations", ">gradients", ">host a task", "refused")
@@ -184,10 +212,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", nargs="+", type=int, choices=STAGES, default=STAGES, help="some numbers of stages only")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES, help="some schedules only")
     parser.add_argument("--bubbles", action="store_true", help="find schedules for searched costs instead")
+    parser.add_argument("--updates", action="store_true", help="compare updates in gaps with updates last instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}".strip()
+    if options.updates:
+        columns, found = ("program", "cluster", "chunks", ">ms, updates last", ">in gaps", ">gain"), updates()
+        print(json.dumps(found)) if options.json else show(Report("Updates in gaps", (Table(columns, tuple(found)),)))
+        return 0
     if options.bubbles:
         shares = [(str(s), str(n), *(f"{share:.3f}" for share in found)) for s, n, *found in bubbles()]
         columns = (">stages", ">microbatches", ">1f1b", ">found", ">2 chunks", ">4 chunks", ">least ratio")

@@ -22,6 +22,7 @@ from autoshard.ir.rewrites import KINDS, Microbatches, Offload, OneProgram, Rewr
 from autoshard.judge.model import CostModel
 from autoshard.options import checked
 from autoshard.pipeline.schedule import ONE_PROGRAM
+from autoshard.pipeline.scheduling import has_chunks
 from autoshard.plan.argument_shardings import some
 from autoshard.plan.confirm import noted
 from autoshard.plan.plan import Plan
@@ -77,7 +78,8 @@ def what_if(
     if parts:
         told = ", ".join(f"{name}={value}" for name, value in parts.items())
         words = told if words == AGAIN else f"{words}, {told}"
-    if record.pipeline is not None and parts.keys() == {"schedule"} and words == told:
+    is_so = record.pipeline is not None and has_chunks(parts.get("schedule", record.pipeline.schedule), record.pipeline.chunks)
+    if is_so and parts.keys() == {"schedule"} and words == told:
         return words, rescheduled(strategy, parts["schedule"])
     request = Request(
         cluster=there,

@@ -38,7 +38,7 @@ from autoshard.pipeline.estimates import Estimator
 from autoshard.pipeline.layer_search import LayerSearch, Option
 from autoshard.pipeline.plans import FILL, Asked, Bounds, Candidate, Estimate, Known, Layers, Plans, Problems, Recomputing, Shorter
 from autoshard.pipeline.scanned import equal_layers_of
-from autoshard.pipeline.scheduling import NAMES
+from autoshard.pipeline.scheduling import has_chunks
 from autoshard.primitives import is_matrix
 from autoshard.progress import Progress, silent
 from autoshard.search import DynamicProgramming
@@ -76,7 +76,7 @@ class Planning:
         self.traced, self.layers, self.cluster, self.problems, self.asked = traced, layers, cluster, problems, asked
         self.shorter, self.estimator = shorter, Estimator(layers, cluster, asked)
         self.again: list[tuple[int, Shorter]] | None = None  # recomputations, made when they are needed
-        self.fill: float = min(0.0 if NAMES[name].chunks is None else FILL[name] for name in asked.schedules)  # many chunks have hardly any
+        self.fill: float = min(0.0 if has_chunks(name, 2) else FILL[name] for name in asked.schedules)  # many chunks have hardly any
         self.price = 0.0  # seconds a byte at which something fitted
         self.until = self.until_cpu = self.below = math.inf
         self.known: dict[Candidate, Known] = {}

@@ -29,7 +29,7 @@ EFFORT = 200_000  # tasks that all rules together schedule at most, of fewer mic
 USUAL = 10_000  # the same for schedules of equal stages
 FINALISTS = 2  # rules that schedule all microbatches, and are improved
 IMPROVING = 100_000  # tasks that local search times
-UPDATING = 200_000  # tasks that are timed to find gaps for updates
+UPDATING = 50_000  # tasks that are timed to find gaps for updates; of more in all these come last, and are a small share
 LEAST_TRIES = 20  # of local search; of longer steps there is none
 SPLIT_GAIN = 0.005  # of the makespan, that tasks of weights are worth: each takes the host some time, too
 
@@ -42,23 +42,25 @@ class Named:
     """What a schedule's name allows.
 
     Attributes:
-        chunks: the numbers of chunks a stage; None: any.
+        chunks: the least and the greatest number of chunks a stage.
         splits: whether gradients of weights are tasks of their own; None: either way.
         most: of microbatches in flight on a stage, those of all chunks added up: from the stage, the number of stages and that of chunks.
         flushes: whether backward tasks start after all forward tasks.
     """
 
-    chunks: int | None = 1
+    chunks: tuple[int, float] = (1, 1)
     splits: bool | None = False
     most: Callable[[int, int, int], float] = lambda stage, n_stages, chunks: math.inf
     flushes: bool = False
 
 
 NAMES = {
-    "auto": Named(None, None),
+    "auto": Named((1, math.inf), None),
     "gpipe": Named(flushes=True),
     "1f1b": Named(most=lambda stage, n_stages, chunks: n_stages - stage),
-    "interleaved": Named(None, most=lambda stage, n_stages, chunks: 2 * (n_stages - 1 - stage) + (chunks - 1) * n_stages + 1),
+    "interleaved": Named(
+        (2, math.inf), most=lambda stage, n_stages, chunks: 2 * (n_stages - 1 - stage) + (chunks - 1) * n_stages + 1
+    ),
     "zero_bubble": Named(splits=True, most=lambda stage, n_stages, chunks: n_stages),
 }
 """The names of schedules. The numbers of microbatches in flight are those of their papers."""
@@ -176,8 +178,16 @@ def check(name: str, n_stages: int, n_microbatches: int, chunks: int = 1) -> Non
     for what, n in (("stages", n_stages), ("microbatches", n_microbatches), ("chunks", chunks)):
         if n < 1:
             raise PipelineError(f"A pipeline has at least one of its {what}; got {n}.")
-    if NAMES[name].chunks not in (None, chunks):
+    if not has_chunks(name, chunks):
+        if chunks == 1:
+            raise PipelineError(f"Schedule {name!r} has two chunks a stage or more; got 1. Use chunks=2, or '1f1b' for one.")
         raise PipelineError(f"Schedule {name!r} has one chunk a stage; got {chunks}. Use 'interleaved' or 'auto' for several.")
+
+
+def has_chunks(name: str, chunks: int) -> bool:
+    """Whether a name's schedules may have so many chunks a stage."""
+    least, most = NAMES[name].chunks
+    return least <= chunks <= most
 
 
 def _check_room(tables: Tables) -> None:
@@ -206,9 +216,10 @@ def _orders(tables: Tables, bound: float, effort: int) -> tuple[float, Orders]:
         tried = sorted((_of_candidate(tables, k, *candidates[k]) for _, k, _ in tried[:FINALISTS]), key=lambda each: each[:2])
     if math.isinf(tried[0][0]):  # those of few microbatches that wait for each other where there are more
         tried = [(*_of_candidate(tables, 0, _as_it_is, Rule(reserves=True)),)]
-    if tables.updates:
-        tried[:FINALISTS] = sorted((_updated_early(tables, *each) for each in tried[:FINALISTS]), key=lambda each: each[:2])
     tries = IMPROVING // tables.n_tasks if effort == EFFORT else 0
+    if tables.updates and tables.n_tasks <= UPDATING:
+        n = 1 if tries < LEAST_TRIES else FINALISTS
+        tried[:n] = sorted((_updated_early(tables, *each) for each in tried[:n]), key=lambda each: each[:2])
     if tries < LEAST_TRIES:
         return timed(tables, tried[0][2]), tried[0][2]  # a rule that waits, and then starts what it waited with, tells too much
     orders = _improved(tables, tried, bound, tries)
@@ -219,8 +230,8 @@ def _updated_early(tables: Tables, makespan: float, number: int, orders: Orders)
     """A candidate with its updates in gaps."""
     if math.isinf(makespan):
         return makespan, number, orders
-    orders = with_early_updates(tables, orders, UPDATING // tables.n_tasks)
-    return timed(tables, orders), number, orders
+    makespan, orders = with_early_updates(tables, orders, UPDATING // tables.n_tasks)
+    return makespan, number, orders
 
 
 def _improved(tables: Tables, tried: Sequence[tuple[float, int, Orders]], bound: float, tries: int) -> Orders:

@@ -16,8 +16,8 @@ from autoshard.pipeline.list_scheduling import UPDATE, Orders, Tables
 _LEAST = 1e-12  # of the makespan: rounding
 
 
-def with_early_updates(tables: Tables, orders: Orders, tries: int) -> Orders:
-    """The orders with updates in gaps, after so many tries at most; the makespan is no longer."""
+def with_early_updates(tables: Tables, orders: Orders, tries: int) -> tuple[float, Orders]:
+    """The makespan, which is no longer, and the orders with updates in gaps, after so many tries at most."""
     best = Timing(tables, orders)
     while tries > 0 and best.is_complete:
         stage = max(range(len(orders)), key=best.free.__getitem__)
@@ -28,7 +28,7 @@ def with_early_updates(tables: Tables, orders: Orders, tries: int) -> Orders:
         if after.makespan > best.makespan or sum(_ends(best)) - sum(_ends(after)) <= _LEAST * best.makespan:
             break
         best = after
-    return best.orders
+    return best.makespan, best.orders
 
 
 def _ends(timing: Timing) -> tuple[float, float]:

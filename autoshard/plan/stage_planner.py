@@ -34,8 +34,8 @@ CHUNKS = {"interleaved": (2, 3, 4), "auto": (1, 2, 3, 4, 6, 8, 12)}  # of each p
 TRIES = 3  # searches of a stage with less and less memory
 
 
-StageSearch = Callable[[Stage, Mesh | None, Mapping[int, Layout], float, Progress, int], tuple[Plan, Problem]]
-"""The search of one stage's program: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit.
+StageSearch = Callable[[Stage, Cluster, Mesh | None, Mapping[int, Layout], float, Progress, int], tuple[Plan, Problem]]
+"""The search of one stage's program on its devices: a strategy on a mesh, or on any, with some layouts fixed, within a memory limit.
 
 The last of its arguments is how many searches are left at least, this one included, among which the time is divided.
 """
@@ -189,11 +189,11 @@ class Planner:
         in_flight, share = self.in_flight[stage.number], self.asked.limit / self.chunks
         joins = may_join(stage) and self.asked.schedule != "gpipe"
         limit, smallest = share, math.inf
+        devices = self.parts[part_of(stage.number, self.asked.n_parts, self.placement)]
         for _ in range(TRIES):
-            strategy, problem = self._searched(stage, mesh, fixed, limit, progress)
+            strategy, problem = self._searched(stage, devices, mesh, fixed, limit, progress)
             self.n_left: int = max(self.n_left - 1, 1)
             record = strategy.record
-            devices = self.parts[part_of(stage.number, self.asked.n_parts, self.placement)]
             model = problem.model if problem.mesh == record.mesh else CostModel(devices, record.mesh)
             judgement = evaluate(problem.facts, model, record.assignment)
             figures = stage_figures(stage, self.staged.loop_level, problem.facts, model, judgement)
@@ -213,10 +213,10 @@ class Planner:
         )
 
     def _searched(
-        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
+        self, stage: Stage, devices: Cluster, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress
     ) -> tuple[Plan, Problem]:
         try:
-            return self.search(stage, mesh, fixed, limit, progress, self.n_left)
+            return self.search(stage, devices, mesh, fixed, limit, progress, self.n_left)
         except InfeasibleError as error:
             raise InfeasibleError(f"stage {stage.number} ({stage.lines}): {error}", error.smallest_peak_bytes, error.proven) from None
 

@@ -203,12 +203,18 @@ class _StageSearches:
         return staged_remat(attempt, asked.remat, options, _seconds, self.call.recomputed)
 
     def _searched(
-        self, stage: Stage, mesh: Mesh | None, fixed: Mapping[int, Layout], limit: float, progress: Progress, n_left: int
+        self,
+        stage: Stage,
+        devices: Cluster,
+        mesh: Mesh | None,
+        fixed: Mapping[int, Layout],
+        limit: float,
+        progress: Progress,
+        n_left: int,
     ) -> tuple[Plan, Problem]:
         """As `StageSearch`."""
         pins = replace(of_step(self.pins, stage_pins(self.request.asked, stage, mesh is None)), fixed=fixed)
         wanted = mesh if mesh is not None else self.call.request.given_mesh
-        devices = self.parts[stage.number % self.n_stages]
         meshes, _ = meshes_of(devices, self.pins, wanted, self.most, is_part=True)
         program = stage.traced
         counts = {"trace_seconds": 0.0, "n_ops": len(program.graph.walk())}

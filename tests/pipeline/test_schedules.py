@@ -14,7 +14,7 @@ from autoshard.errors import PipelineError
 from autoshard.pipeline import scheduling
 from autoshard.pipeline.list_scheduling import Rule
 from autoshard.pipeline.schedule import Schedule, Task, alive_bytes, pieces_in_flight
-from autoshard.pipeline.scheduling import NAMES, Workload, schedule_of, scheduled
+from autoshard.pipeline.scheduling import NAMES, Workload, has_chunks, schedule_of, scheduled
 from autoshard.pipeline.simulation import PieceCosts, simulate
 from tests.pipeline import published_schedules as published
 
@@ -25,7 +25,7 @@ EQUAL = PieceCosts(1.0, 1.0, 1.0)
 def schedules(draw_, names=tuple(NAMES)):
     """Any schedule of a few stages and microbatches."""
     name, n_stages, n = draw_(st.sampled_from(names)), draw_(st.integers(1, 5)), draw_(st.integers(1, 9))
-    chunks = draw_(st.integers(1, 3)) if NAMES[name].chunks is None else 1
+    chunks = draw_(st.sampled_from([k for k in (1, 2, 3) if has_chunks(name, k)]))
     return schedule_of(name, n_stages, n, chunks, draw_(st.sampled_from(["loop", "v"])) if name == "auto" else "loop")
 
 
@@ -230,6 +230,7 @@ def test_orders_that_wait_for_each_other_are_refused():
         (("1f1b", 0, 4), "at least one of its stages; got 0"),
         (("1f1b", 2, 0), "at least one of its microbatches; got 0"),
         (("1f1b", 2, 4, 2), "one chunk a stage; got 2"),
+        (("interleaved", 2, 4, 1), "two chunks a stage or more; got 1. Use chunks=2, or '1f1b'"),
     ],
 )
 def test_impossible_schedules_are_refused(arguments, words):

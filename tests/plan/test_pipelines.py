@@ -432,6 +432,10 @@ def test_what_if_of_stages_chunks_and_schedules():
     check_equal(*trained(folded.apply(train_step), *jax.tree.map(jnp.copy, example())))
     kept = [folded.what_if(stages=n).strategy.record.pipeline.chunks for n in (4, 8)]
     assert kept == [2, 1]  # the step has no sixteen parts
+    chunks = [strategy.what_if(schedule="interleaved"), folded.what_if(schedule="1f1b")]
+    assert [each.strategy.record.pipeline.chunks for each in chunks] == [2, 1]  # other ones are searched
+    with pytest.raises(autoshard.errors.PipelineError, match=r"two chunks a stage or more; got 1"):
+        strategy.what_if(schedule="interleaved", chunks=1)
     found = strategy.what_if(stages=4)
     assert found.strategy.mesh_shape["stage"] == 4 and "stages=4" in str(found)
     with pytest.raises(autoshard.errors.PipelineError, match=r"schedule='one_program'. Search with it instead"):
