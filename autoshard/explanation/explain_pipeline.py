@@ -50,11 +50,11 @@ def _pass(record: Record, pipeline: PipelineRecord, stages: Stages) -> list[Part
         )
         for number, stage in enumerate(pipeline.stages)
     )
-    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">update", ">after", ">sending", ">kept", ">peak memory", ">waiting")
+    columns = ("stage", "devices", "mesh", ">forward", ">backward", ">update", ">after", ">sending", ">kept", ">peak", ">waiting")
     notes = (
         "forward, backward and sending are of one microbatch; update: what follows for gradients and state once a step (U); after: what "
         "else runs once a step, such as updates that wait for a norm of all gradients.",
-        "kept: the most microbatches that wait for their backward pass, and what each keeps in memory.",
+        "kept: the most microbatches that wait for their backward pass, and what each keeps in memory; peak: of memory in all.",
         "waiting: the share of the step in which the devices have nothing to do until other stages are done.",
     )
     several = f", {pipeline.chunks} chunks a stage" if pipeline.chunks > 1 else ""

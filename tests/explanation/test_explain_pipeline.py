@@ -36,8 +36,9 @@ def test_the_report_shows_every_stage_and_the_schedule():
 
 def told(step_seconds, schedule="1f1b", forward=(1e-3, 1e-3)):
     """The third sentence on a pipeline of two stages, four microbatches and so many seconds."""
-    found = pipelined(schedule, after_seconds=0.0)
-    stages = [replace(stage, forward_seconds=each) for stage, each in zip(found.pipeline.stages, forward, strict=True)]
+    chunks = 2 if schedule == "interleaved" else 1
+    found = pipelined(schedule, chunks, after_seconds=0.0)
+    stages = [replace(stage, forward_seconds=each / chunks) for stage, each in zip(found.pipeline.stages, forward * chunks, strict=True)]
     cost = replace(found.cost, makespan_seconds=step_seconds, compute_seconds=4 * (max(forward) + 3e-3))
     found = replace(found, pipeline=replace(found.pipeline, stages=tuple(stages)), cost=cost)
     return explain(found).data.sentences[2]
@@ -72,6 +73,16 @@ def test_the_timeline_is_that_of_the_schedule(schedule, chunks, seconds):
     """Four microbatches of 4 ms on two stages: fill, 16 ms of work, drain; two chunks halve the idle time."""
     record = pipelined(schedule, chunks, send_seconds=0.0, send_back_seconds=0.0)
     assert timeline_of(record, record.pipeline).makespan_seconds == pytest.approx(seconds)
+
+
+def test_updates_are_drawn_and_counted():
+    """Each stage's as a task once a step, in its own column of the table."""
+    record = pipelined(update_seconds=5e-3, send_seconds=0.0, send_back_seconds=0.0)
+    record = replace(record, pipeline=replace(record.pipeline, orders=("FFBFBFBBU", "FBFBFBFBU")))
+    assert timeline_of(record, record.pipeline).end_seconds == pytest.approx((25e-3, 22e-3))
+    text = to_text(explain(record))
+    (drawn,) = [line for line in text.splitlines() if line.startswith(" stage 0")]
+    assert "...B3------ U---" in drawn and text.count("5.00 ms") >= 2
 
 
 def test_transfers_delay_what_waits_for_them():

@@ -63,6 +63,17 @@ def test_the_forms_that_were_compared_are_saved():
         from_json(text.replace('"outcome": "taken"', '"outcome": 3'))
 
 
+def test_the_updates_of_a_pipeline_are_saved_and_may_be_missing():
+    """With the orders that have them; a file of an earlier version has their seconds in those that come after."""
+    updated = tuple(replace(stage, update_seconds=0.5) for stage in PIPELINED.pipeline.stages)
+    record = replace(PIPELINED, pipeline=replace(PIPELINED.pipeline, stages=updated, orders=("FFBBU", "FBFBU")))
+    assert from_json(to_json(record)) == record
+    data = json.loads(to_json(PIPELINED))
+    for stage in data["pipeline"]["stages"]:
+        del stage["update_seconds"]
+    assert from_json(json.dumps(data)) == PIPELINED
+
+
 def test_a_pipeline_is_saved_with_the_strategy_of_each_stage():
     """Its stages, cut and schedule come back."""
     assert from_json(to_json(PIPELINED)) == PIPELINED
