@@ -93,12 +93,7 @@ def stage_figures(stage: Stage, loop_level: int, facts: ProgramFacts, model: Cos
     kinds = task_kinds(stage, loop)
     updates = update_ops(stage, loop, loop_level)
     spent = spent_seconds(facts, model, judgement, kinds | dict.fromkeys(updates, UPDATE))
-    cost = judgement.cost
-    update, once = (spent.pop(kind, (0.0, 0.0)) for kind in (UPDATE, ""))
-    inside = {kind: both for kind, both in spent.items()}
-    exposed = sum(both[0] for both in inside.values())
-    left = max(cost.makespan_seconds - once[0] - update[0], 0.0)
-    scale = left / n / exposed if exposed else 0.0
+    seconds, objective_seconds = _of_tasks(spent, judgement.cost.makespan_seconds, n)
     sizes, layout = model.mesh.sizes, judgement.assignment.layout
     values = stage.traced.graph.values
 
@@ -112,16 +107,26 @@ def stage_figures(stage: Stage, loop_level: int, facts: ProgramFacts, model: Cos
     made = {value for op in stage.traced.graph.ops for value in op.results}.intersection(loop.operands[: num_consts(loop.params)])
     one = received["F"] + received["B"] + sent["F"] + sent["B"]
     return StageFigures(
-        seconds={kind: both[0] * scale for kind, both in inside.items()} | {UPDATE: update[0]},
-        objective_seconds={kind: both[1] / n for kind, both in inside.items()} | {UPDATE: update[1]},
-        after_seconds=once[0],
+        seconds=seconds,
+        objective_seconds=objective_seconds,
+        after_seconds=spent.get("", (0.0, 0.0))[0],
         residual_bytes=kept + received["F"],
         lasting_bytes=sum(map(nbytes, [*own, *made, *loop.results[: num_carry(loop.params)]])),
-        working_bytes=max(cost.peak_bytes - (n - 1) * one, 0.0),
+        working_bytes=max(judgement.cost.peak_bytes - (n - 1) * one, 0.0),
         backward_bytes=made_bytes(facts, judgement, loop, {op for op, kind in kinds.items() if kind != FORWARD}),
         passes_bytes=made_bytes(facts, judgement, loop, kinds),
         update_bytes=made_bytes(facts, judgement, loop, updates),
     )
+
+
+def _of_tasks(spent: Mapping[str, tuple[float, float]], makespan: float, n: int) -> tuple[dict[str, float], dict[str, float]]:
+    """The seconds of each kind of task, with overlap and without: those of a microbatch, and of the update, of a step's makespan."""
+    inside = {kind: both for kind, both in spent.items() if kind not in ("", UPDATE)}
+    exposed = sum(both[0] for both in inside.values())
+    left = max(makespan - sum(spent[kind][0] for kind in ("", UPDATE) if kind in spent), 0.0)
+    scale, update = left / n / exposed if exposed else 0.0, spent.get(UPDATE, (0.0, 0.0))
+    seconds = {kind: both[0] * scale for kind, both in inside.items()} | {UPDATE: update[0]}
+    return seconds, {kind: both[1] / n for kind, both in inside.items()} | {UPDATE: update[1]}
 
 
 def stage_kinds(stage: Stage) -> dict[int, str]:
