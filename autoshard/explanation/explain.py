@@ -64,7 +64,7 @@ def explain(record: Record, programs: Sequence[Judged] = (), details: bool = Fal
         *_headline(record, cluster),
         *_confirmation(record),
         *pipeline_parts(record, data.stages),
-        *body(data, () if record.pipeline is None else argument_parts(record)),
+        *body(data, argument_parts(record)),
         *(_details(record, cluster) if details else ()),
     ]
     return StrategyReport(data.title, tuple(parts), data)

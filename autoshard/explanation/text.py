@@ -27,18 +27,18 @@ def to_json(found: Explanation) -> str:
     return json.dumps(plain(found), indent=1, allow_nan=False)
 
 
-def body(found: Explanation, arguments: Sequence[Part] = ()) -> list[Part]:
+def body(found: Explanation, arguments: Sequence[Part]) -> list[Part]:
     """Everything else, from the whole to the details.
 
     Args:
-        arguments: the sections on the arguments, where these are not one table.
+        arguments: the sections on the arguments.
     """
     return [
         *_bars(found),
         *_places("By layer", "layer", found.layers, found),
         *_places("By source line", "line", found.lines, found),
         *_mesh(found),
-        *(arguments or argument_parts(found.arguments)),
+        *arguments,
         *_activations(found.activations),
         *_memory(found),
         *_collectives(found),

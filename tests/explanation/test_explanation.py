@@ -154,7 +154,7 @@ def test_what_takes_next_to_nothing_is_not_told():
         first,
         replace(first, name="tiny", compute_seconds=1.6e-13, product_seconds=0.0, communication_seconds=0.0, exposed_seconds=0.0),
     )
-    text = Report("", tuple(body(replace(found, layers=layers)))).__str__() + sentences(replace(found, layers=layers))[1]
+    text = Report("", tuple(body(replace(found, layers=layers), ()))).__str__() + sentences(replace(found, layers=layers))[1]
     assert first.name in text and "tiny" not in text
 
 
