@@ -65,6 +65,13 @@ def test_a_search_s_own_pins_stay():
     assert [t.spec for t in found.record.arguments if "up" in t.path or t.path == "x"] == [(None, None), (None, None)]
 
 
+def test_a_question_s_pin_comes_before_every_pin_of_the_search():
+    """Also before those of later patterns that match the same tensor."""
+    pinned = autoshard.search(two_products_step, *two_products(), mesh={"data": 8}, pins={"*up*": P(), "*params*": P()}, **OPTIONS)
+    (up,) = (t for t in pinned.what_if(pins={"*up*": P("data")}).strategy.record.arguments if "up" in t.path)
+    assert up.spec == ("data", None)
+
+
 def test_a_strategy_from_a_file_wants_its_program(tmp_path):
     """It says so; with the program it gives the same, for another batch too."""
     strategy().save(tmp_path / "s.json")
