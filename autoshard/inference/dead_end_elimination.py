@@ -63,7 +63,7 @@ def _dominates(costs: np.ndarray, towards: Sequence[np.ndarray]) -> np.ndarray |
         towards: per neighbour the pair's table ``(n, n_neighbour)``.
     """
     n = len(costs)
-    if n < 2 or n * n * max((table.shape[1] for table in towards), default=0) > BUDGETS.dominance_entries:
+    if n < 2 or n * n * max((table.shape[1] for table in towards), default=0) > BUDGETS.table_entries:
         return None
     less = costs - costs[:, None]  # [first, second]: the second's cost less the first's
     for table in towards:

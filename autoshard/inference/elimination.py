@@ -81,7 +81,7 @@ class Eliminator:
 
         Args:
             largest_sizes: per variable the most labels it has in eliminations to come; the order is made for those where it can be.
-            cheap: whether to refuse, as too large, what takes more than `Budgets.dear_entries` a variable in the min-weight order.
+            cheap: whether to refuse, as too large, what takes more than `Budgets.small_entries` a variable in the min-weight order.
         """
         if not model.unary:
             return Elimination(0.0, np.zeros(0, dtype=np.int64), 0, 0)

@@ -77,7 +77,7 @@ class EliminationOrder:
         if self.conditioned or any(sizes[variable] > 1 for variable in self.singles):
             return False
         entries, before = self._entries(sizes), self._entries(self.sizes)
-        return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= BUDGETS.planning_entries * len(sizes))
+        return bool(entries.max() <= max_entries and entries.sum() - before.sum() <= BUDGETS.small_entries * len(sizes))
 
     def _entries(self, sizes: list[int]) -> np.ndarray:
         """The entries of each step's joined table."""
@@ -109,7 +109,7 @@ class Orderer:
         Raises:
             SearchLimitError: the tables would be too large.
         """
-        dear = BUDGETS.dear_entries * len(sizes)
+        dear = BUDGETS.small_entries * len(sizes)
         most = dear if cheap else max(dear, BUDGETS.joined_entries)
         found, failure = [], None
         try:

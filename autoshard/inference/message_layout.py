@@ -269,7 +269,7 @@ def _in_halves(
     ends = np.lexsort((place[joined], codes, halves))
     firsts = np.flatnonzero(np.diff(codes[ends], prepend=-1) | np.diff(halves[ends], prepend=-1))  # of each half and table
     counts = np.diff(firsts, append=len(ends))
-    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > BUDGETS.row_entries
+    half, many = halves[ends[firsts]], counts * entries[ends[firsts]] > BUDGETS.small_entries
     in_order = np.lexsort((many, half))
     ends = ends[_ranges(firsts[in_order], counts[in_order])]
     runs: list[list[_Run]] = [[] for _ in range(n_halves)]

@@ -75,8 +75,6 @@ class ReducedCostFixing:
             gap = cost - bound
             if last or gap <= self.tolerated(attempt) * abs(cost):
                 break
-            if attempt > 1 and gap > BUDGETS.attempt_far * self.tolerated(attempt + 1) * abs(cost):
-                more *= 2
             more = min(more, limit - sweeps)
         self.sweeps += sweeps
         assert best is not None

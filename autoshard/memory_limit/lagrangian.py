@@ -52,7 +52,7 @@ def fastest_within(problem: Problem, search: Priced, steps: int, repairs: bool =
     cost = free[0].cost
     if limit is not None and cost.peak_bytes > limit and cost.makespan_seconds > hints.least:
         raise nothing_fits(problem, "the peak of an answer that is slower than one that fits", cost.peak_bytes)
-    steps = min(steps, max(BUDGETS.judged_prices, BUDGETS.judged_ops // max(len(problem.graph.walk()), 1)))
+    steps = min(steps, max(BUDGETS.judged_least, BUDGETS.judged_ops // max(len(problem.graph.walk()), 1)))
     found = fitted(problem, lambda prices: search(prices) if prices else free, steps, repairs=repairs, hints=hints)
     return found.judgement, found.labels
 

@@ -52,7 +52,7 @@ class Repair:
         fits, too_many, best = 0, len(parts) + 1, below
         peaks = {0: below[0].cost.peak_bytes, too_many: max(above[0].cost.peak_bytes, self.limit)}
         sums.append(sums[-1])
-        for _ in range(max(BUDGETS.judged_mixtures, min(self.left, BUDGETS.judged_most))):
+        for _ in range(max(BUDGETS.judged_least, min(self.left, BUDGETS.judged_most))):
             if too_many - fits <= 1:
                 break
             share = (self.limit - peaks[fits]) / max(peaks[too_many] - peaks[fits], 1.0)
@@ -108,7 +108,7 @@ class Repair:
         Later ones are left out once an answer comes near the least objective of all, or where too little was saved.
         """
         order = sorted(several, key=lambda found: (max(found[0].cost.peak_bytes, self.limit), found[0].cost.objective_seconds))
-        near = BUDGETS.near_objective * min(judgement.cost.objective_seconds for judgement, _ in order)
+        near = BUDGETS.near * min(judgement.cost.objective_seconds for judgement, _ in order)
         first = order[0][0].cost.peak_bytes
         best = self.changed(order[0], first)
         for found in order[1:]:
@@ -122,7 +122,7 @@ class Repair:
     def _is_in_vain(self, first: float, found: Answer) -> bool:
         """Whether it is far from the limit after a part of all that may be judged, and saved less of the excess than that part."""
         judged, peak = self.most - self.left, found[0].cost.peak_bytes
-        is_far = peak > BUDGETS.near_peak * self.limit
+        is_far = peak > BUDGETS.near * self.limit
         return is_far and judged >= BUDGETS.judged_part * self.most and (first - peak) * self.most < judged * (first - self.limit)
 
     def changed(self, found: Answer, first: float) -> Answer:
@@ -173,5 +173,5 @@ class Repair:
                 ranks = lost if fits else np.where(saved > 0, lost, np.inf) / np.maximum(saved, 1.0)
                 worth = np.flatnonzero(lost < -BUDGETS.rounding * abs(cost[now[variable]]) if fits else saved > 0)
                 changes += [(bool(fits and -saved[k] > room), float(ranks[k]), variable, axis, int(k)) for k in worth]
-        most = sum(not beyond for beyond, *_ in changes) + BUDGETS.judged_beyond
+        most = sum(not beyond for beyond, *_ in changes) + BUDGETS.judged_least
         return [(variable, domains[axis][variable][k]) for _, _, variable, axis, k in sorted(changes)[:most]]

@@ -38,7 +38,7 @@ def message_bound(problem: Problem, max_sweeps: int, enough: float = float("inf"
     if (small := symmetry.apply(problem)) is not None:
         passing = MessagePassing(small.project_tables(tables), messages)
         as_long = max_sweeps * problem.n_variables // small.n_variables  # as the sweeps of the whole
-        passing.run(min(BUDGETS.quotient_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
+        passing.run(min(BUDGETS.table_sweeps, as_long), enough * (1 + BUDGETS.least_gain))
         messages, is_hopeless = passing.messages, passing.bound() < enough * (1 - BUDGETS.least_gain)
         if enough < float("inf") and live is None and is_hopeless:  # the bound of the whole is hardly above that of equal layers
             return problem.compute_bound(), replace(hints, messages=messages)
@@ -109,7 +109,7 @@ def may_hide_more(problem: Problem, best: Cost, least: float, hints: Hints) -> b
     """
     if best.makespan_seconds >= best.objective_seconds * (1 - BUDGETS.least_gain):
         return False
-    enough = least * BUDGETS.near_objective
+    enough = least * BUDGETS.near
     return message_bound(problem, BUDGETS.screening_sweeps, enough, hints)[0] < enough
 
 

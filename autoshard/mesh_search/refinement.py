@@ -125,7 +125,7 @@ def _settled(
 def _descended(problem: Problem, labels: Sequence[Label], progress: Progress) -> tuple[list[Label], float]:
     """Labels that no single axis can improve, equal in equal layers, and their cost."""
     small = symmetry.apply(problem) or problem
-    fixing = ReducedCostFixing(BUDGETS.axis_entries, BUDGETS.table_sweeps, BUDGETS.tolerance, progress)
+    fixing = ReducedCostFixing(BUDGETS.table_entries, BUDGETS.table_sweeps, BUDGETS.tolerance, progress)
     descent = Descent(RecursiveProgramming(max_sweeps=BUDGETS.axis_split_sweeps), small, progress, fixing)
     found = descent.settle(small.project(labels), {})
     return small.invert(found), small.cost_of(found)

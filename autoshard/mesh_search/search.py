@@ -238,7 +238,7 @@ class _Search:
         """Searches what the searcher left out, on the meshes whose peaks came near the limit, nearest first, until one has an answer."""
         for peak, number in sorted((peak, number) for number, peak in self.peaks.items()):
             problem = self.problems[number]
-            if peak > BUDGETS.near_peak * (problem.memory_limit_bytes or 0.0):
+            if peak > BUDGETS.near * (problem.memory_limit_bytes or 0.0):
                 return
             self.progress(f"mesh {problem.mesh} once more", 1.0)
             with suppress(InfeasibleError, SearchLimitError):
@@ -297,7 +297,7 @@ class _Search:
         bound, self.hints[number] = message_bound(problem, BUDGETS.screening_sweeps, enough, self.hints[number])
         is_one_of_several = self.finer is not None and number < self.n_given
         if bound < enough and is_one_of_several and len(problem.mesh.axes) > PROVEN_AXES:
-            bound = large_bound(problem, BUDGETS.quotient_sweeps, enough)
+            bound = large_bound(problem, BUDGETS.table_sweeps, enough)
         is_searched = any(self.problems[other].mesh.sizes == problem.mesh.sizes for other in self.solutions)
         if bound < enough or self.best is None or self.has_near or is_searched or not is_one_of_several:
             return bound >= enough

@@ -163,7 +163,7 @@ class Auto(Searcher):
             smallest = min(error.smallest_peak_bytes or float("inf") for error in refused)
             raise nothing_fits(problem, f"the smallest peak that {len(refused)} searchers found", smallest)
         (best, finder), *slower = sorted(found, key=lambda answer: answer[0].judgement.cost.makespan_seconds)
-        near = BUDGETS.near_makespan * best.judgement.cost.makespan_seconds
+        near = BUDGETS.near * best.judgement.cost.makespan_seconds
         is_near = any(one.differs_by_mesh and solution.judgement.cost.makespan_seconds <= near for solution, one in found)
         alike = {id(one): number for number, one in enumerate(self.members) if not (one.automatic or one.differs_by_mesh)}
         costs = [(alike[id(one)], solution.judgement.cost) for solution, one in found if id(one) in alike]

@@ -128,7 +128,7 @@ class DynamicProgramming(Searcher):
         found = fitted(problem, run.optimum, self.price_steps, low_memory_starts, hints=hints)
         if found.above is None:
             found, bound = run.proven(found)
-        elif found.judgement.cost.objective_seconds > hints.least * BUDGETS.near_makespan:  # such an answer's makespan is hardly the least
+        elif found.judgement.cost.objective_seconds > hints.least * BUDGETS.near:  # such an answer's makespan is hardly the least
             bound = problem.compute_bound() - problem.fixed_seconds()
         else:
             bound = run.dual_bound(found, found.above)
@@ -265,7 +265,7 @@ class _Run:
     def _pass(self, passing: MessagePassing, cost: float) -> tuple[float, bool]:
         """The whole problem's bound after message passing, and whether it is within the tolerance of an answer's cost."""
         entries = passing.model.n_entries
-        left = min(BUDGETS.table_sweeps, 1 + BUDGETS.whole_entries // max(entries, 1))
+        left = min(BUDGETS.table_sweeps, 1 + BUDGETS.bounding_entries // max(entries, 1))
         for attempt in count(1):
             enough = cost * (1 - self.fixing.tolerated(attempt))
             done = passing.run(min(BUDGETS.attempt_sweeps, left), enough, self.progress)

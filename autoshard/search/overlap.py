@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoshard.analysis.partial_sums import late_sums
+from autoshard.budgets import BUDGETS
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.cost.prefetch import candidates, scans
 from autoshard.cost.windows import Window, Windows
@@ -19,7 +20,6 @@ from autoshard.judge.model import CostModel
 
 LEAST_HIDDEN = 0.5  # of a block's permute that its product takes; below it a ring of small kernels hides little of what it sends
 MOST_WINDOWS = 24  # groups of equal products that are tried: those with the most seconds of permutes
-LEAST_GAIN = 1e-3  # of the makespan; below it is rounding
 
 
 def overlapped(facts: ProgramFacts, model: CostModel, judgement: Judgement, limit: float) -> Judgement:
@@ -49,7 +49,7 @@ def _windowed(facts: ProgramFacts, model: CostModel, judgement: Judgement, limit
     for group in sorted(_windows(facts, model, judgement.assignment), key=lambda group: -_sending(facts, model, group))[:MOST_WINDOWS]:
         now = judgement.assignment
         found = {window.op.index: window.operand for window in group if window.op.index not in now.windows}
-        if found and _sending(facts, model, group) > LEAST_GAIN * judgement.cost.makespan_seconds:
+        if found and _sending(facts, model, group) > BUDGETS.settled_gap * judgement.cost.makespan_seconds:
             judgement = _better(facts, model, judgement, limit, replace(now, windows={**now.windows, **found}))
     return judgement
 
@@ -75,5 +75,5 @@ def _sending(facts: ProgramFacts, model: CostModel, group: list[Window]) -> floa
 def _better(facts: ProgramFacts, model: CostModel, now: Judgement, limit: float, assignment: Assignment) -> Judgement:
     """The judgement of another assignment, if that is predicted to be faster and to fit; else the present one."""
     tried = evaluate(facts, model, assignment)
-    faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - LEAST_GAIN)
+    faster = tried.cost.makespan_seconds < now.cost.makespan_seconds * (1 - BUDGETS.settled_gap)
     return tried if faster and tried.cost.peak_bytes <= max(limit, now.cost.peak_bytes) else now

@@ -109,7 +109,7 @@ class PropagationSearch:
     progress: Progress = silent
     sources: tuple[dict[int, int], ...] = ()
     rounds: int = 0
-    eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.axis_entries))
+    eliminate: Eliminator = field(default_factory=lambda: Eliminator(BUDGETS.table_entries))
 
     def search(self, prices: Mapping[Buffer, float]) -> tuple[Judgement, list[Label]]:
         """The labels that follow under memory prices, and their judgement."""

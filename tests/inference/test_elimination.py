@@ -60,7 +60,7 @@ def test_many_large_tables_are_too_large_together(monkeypatch, limit, cheap):
     pairs = {(i, j): generator.random((4, 4)) for i in range(8) for j in range(i + 1, 8)}
     model = PairwiseModel(unary, pairs)
     best = eliminate(model)
-    monkeypatch.setattr(elimination_order, "BUDGETS", replace(BUDGETS, dear_entries=10, **limit))
+    monkeypatch.setattr(elimination_order, "BUDGETS", replace(BUDGETS, small_entries=10, **limit))
     with pytest.raises(SearchLimitError, match=r"entries in all, at most, .*recursive_programming"):
         Eliminator()(model, cheap=cheap)
     found = Eliminator(max_entries=256)(model, incumbent=best.labels)

@@ -112,7 +112,7 @@ def test_levels_pass_the_messages_of_single_variables(width, layers, seed, ring,
         pairs[0, layers * width - 1] = between.T
     alike = [variable % width for variable in range(width * layers)]
     with pytest.MonkeyPatch.context() as patch:
-        budgets = replace(BUDGETS, row_entries=in_a_row, together_entries=together)
+        budgets = replace(BUDGETS, small_entries=in_a_row, together_entries=together)
         patch.setattr(sys.modules[MessageLayout.__module__], "BUDGETS", budgets)
         passing = MessagePassing(PairwiseModel(unary, pairs), classes=alike)
     alone = {(pair, end): np.zeros(n) for pair, table in pairs.items() for end, n in enumerate(table.shape)}
