@@ -70,11 +70,11 @@ def what_if(
         )
     if isinstance(checked("microbatches", microbatches), str):
         raise ShardingError(f"a what-if is of a number of microbatches, got {microbatches!r}. Use 4, for instance.")
-    if microbatches is not None and strategy._call is None:
-        raise StrategyError("a stage of a pipeline has its microbatches. Call what_if(microbatches=...) of the pipeline's strategy.")
     there = Cluster.from_dict(record.cluster) if cluster is None else cluster_of(cluster)
     words = _asked_words(strategy, pins, cluster, mesh, batch, microbatches, memory_limit_bytes)
     parts = _parts(stages, chunks, schedule)
+    if strategy._call is None and (microbatches is not None or parts):
+        raise StrategyError("a stage of a pipeline has its microbatches, and no stages. Call what_if of the pipeline's strategy.")
     if parts:
         told = ", ".join(f"{name}={value}" for name, value in parts.items())
         words = told if words == AGAIN else f"{words}, {told}"
@@ -121,7 +121,7 @@ def _answer(strategy: Plan, request: Request, batch: int | None, microbatches: i
         n = microbatches or ("fit" if pipeline is None else strategy.microbatches)
         own = replace(any_form, microbatches=n, remat=None)
     program = _Program(strategy, batch)
-    is_fixed = microbatches is not None or traced.stages > 1 or strategy._call is None
+    is_fixed = microbatches is not None or strategy._call is None or any(isinstance(each, OneProgram) for each in forms)
     if any_form.stages is None and not is_fixed and forms == variant(forms):
         return program.searched(forms, any_form)
     try:

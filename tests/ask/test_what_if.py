@@ -227,6 +227,8 @@ def test_microbatches_that_are_asked_for_are_those_of_the_answer():
         strategy().what_if(microbatches=3)
     with pytest.raises(StrategyError, match="Call what_if"):
         pipeline().stages[0].what_if(microbatches=2)
+    with pytest.raises(StrategyError, match="Call what_if"):
+        pipeline().stages[0].what_if(stages=2)
 
 
 def test_a_file_without_its_pins_says_so(tmp_path):
