@@ -180,6 +180,7 @@ class LoopTasks(LoweredStage):
             tuple(self.first_received + k for k in arrivals),
             reads,
             tuple(self.first_sent + k - first for k in sends),
+            (packing.n_arrays, len(sends), self.residual_packings[kind].n_arrays),
             self.residual_packings[kind].nbytes,
         )
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.lower import HOST
 from autoshard.lower.opaque import ANY_PLATFORM, traced_without_kernels
-from autoshard.pipeline.programs import StagePlan, StagePrograms
+from autoshard.pipeline.programs import StagePlan, StagePrograms, parted
 from autoshard.pipeline.stages import Stage
 
 
@@ -83,12 +83,12 @@ class _Lowering:
             tuple(self.handed[k] for k in outer.reads),
             tuple(self.totals[kind] for kind in outer.kinds),
         )
-        lowered, made = self._lowered(outer.call, groups)
-        self.handed.append(made[1])
+        lowered, (_, handed, *loop) = self._lowered(outer.call, groups, outer.makes)
+        self.handed.append(handed)
         beside = self._bytes(self.arguments) - self._bytes([*read, *donated])
         if outer.makes_constants:
-            self.constants, sums = made[2:]
-            self.totals = dict(zip("FBW", sums, strict=True))
+            self.constants, *totals = loop
+            self.totals = dict(zip("FBW", totals, strict=True))
         else:
             beside += sum(self._bytes(total) for kind, total in self.totals.items() if kind not in outer.kinds)
         return LoweredProgram(name, 1, lowered, beside)
@@ -106,8 +106,7 @@ class _Lowering:
             tuple(self.messages[k] for k in task.receives),
             tuple(self.residuals[other] for other in task.reads),
         )
-        lowered, made = self._lowered(task.call, groups)
-        self.residuals[kind] = made[2]
+        lowered, (_, _, self.residuals[kind]) = self._lowered(task.call, groups, task.makes)
         tasks = self.programs.tasks.values()
         readers = Counter(k for other in tasks for k in other.receives)
         own = sum(other.residual_bytes for other in tasks) + self._bytes([self.messages[k] for k, n in readers.items() if n > 1])
@@ -116,20 +115,20 @@ class _Lowering:
         beside += sum(self._bytes(total) for other, total in self.totals.items() if other != kind)
         return LoweredProgram(kind, self.n, lowered, beside)
 
-    def _lowered(self, call: Callable, groups: tuple) -> tuple[jax.stages.Lowered, Any]:
-        traced = call.trace(*groups)  # pyright: ignore[reportFunctionMemberAccess]
+    def _lowered(self, call: Callable, groups: tuple, makes: Sequence[int]) -> tuple[jax.stages.Lowered, list[tuple]]:
+        given = jax.tree.leaves(groups)
+        traced = call.trace(*given)  # pyright: ignore[reportFunctionMemberAccess]
         if self.platform is None:
             lowered = traced.lower()
         elif self.platform == ANY_PLATFORM:
-            lowered = traced_without_kernels(traced, groups).lower(lowering_platforms=(self.platform,))
+            lowered = traced_without_kernels(traced, given).lower(lowering_platforms=(self.platform,))
         else:
             lowered = traced.lower(lowering_platforms=(self.platform,))
         spec, host = PartitionSpec(tuple(self.plan.mesh.axis_names)), jax.memory.Space.Host
         on_device, on_host = (NamedSharding(self.plan.mesh, spec, memory_kind=kind) for kind in (None, HOST))
-        leaves, tree = jax.tree.flatten(traced.out_info)
         where = [on_host if aval.memory_space == host else on_device for aval in traced.jaxpr.out_avals]
-        made = [_type(x.shape, x.dtype, at) if x.shape else x for x, at in zip(leaves, where, strict=True)]  # scalars are results
-        return lowered, tree.unflatten(made)
+        made = [_type(x.shape, x.dtype, at) if x.shape else x for x, at in zip(traced.out_info, where, strict=True)]  # scalars are results
+        return lowered, parted(made, makes)
 
     def _bytes(self, types: Sequence[Any]) -> float:
         """Bytes on each device."""

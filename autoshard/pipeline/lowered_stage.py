@@ -126,11 +126,17 @@ class LoweredStage:
         return self.stage.traced.graph.values[self.op.bodies[0].outputs[k]].shape
 
     def jitted(self, function: Callable, name: str, in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Callable:
-        """A function of each device as a jitted one of the stage's devices."""
-        mapped = jax.shard_map(function, mesh=self.plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        """A function of each device, of groups of arrays, as a jitted one of the stage's devices from all arrays to a list of all results.
 
-        def called(*groups: Any) -> Any:
-            return mapped(*groups)
+        ``donate`` are groups.
+        """
+        mapped = jax.shard_map(function, mesh=self.plan.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        tree = jax.tree.structure(in_specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        numbers = tree.unflatten(range(tree.num_leaves))
+
+        def called(*arrays: Any) -> list[Any]:
+            return jax.tree.leaves(mapped(*tree.unflatten(arrays)))
 
         called.__name__ = f"{self.stage.traced.graph.name}_{name}"
-        return jax.jit(called, donate_argnums=donate, compiler_options=dict(self.options or {}) or None)
+        donated = tuple(jax.tree.leaves([numbers[k] for k in donate]))
+        return jax.jit(called, donate_argnums=donated, compiler_options=dict(self.options or {}) or None)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -39,14 +40,15 @@ class Outer:
 
     Attributes:
         level: the level of the messages that it may read.
-        call: the jitted program, from groups of arrays: arguments and messages, donated arguments, what earlier programs hand on, and per
-            kind of task its totals; to results and messages, what it hands on, and before the loop the constants of its tasks and per
-            kind the totals to begin with.
+        call: the jitted program, from arrays in this order: arguments and messages, donated arguments, what earlier programs hand on, and
+            per kind of task its totals; to a list of results and messages, what it hands on, and where it makes them the constants of the
+            loop's tasks and per kind the totals to begin with.
         arguments, donated: positions among the stage's arguments.
         receives: positions among the stage's ``receives``.
         reads: the numbers of the earlier programs whose arrays it reads.
         kinds: the tasks whose totals it reads.
         results, sends: positions among the stage's results and ``sends``.
+        makes: how many arrays each part of what it makes has.
     """
 
     level: int
@@ -58,7 +60,12 @@ class Outer:
     kinds: tuple[str, ...]
     results: tuple[int, ...]
     sends: tuple[int, ...]
-    makes_constants: bool
+    makes: tuple[int, ...]
+
+    @property
+    def makes_constants(self) -> bool:
+        """Whether it makes the constants of the loop's tasks and their first totals."""
+        return len(self.makes) > 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +74,15 @@ class TaskProgram:
 
     Attributes:
         kind: ``"F"``, ``"B"`` or ``"W"``.
-        call: the jitted program, from groups of arrays: the microbatch's number, large constants that are arguments, the other constants,
-            its totals, messages, and what each earlier task of the microbatch hands on; to its totals, messages and what it hands on.
+        call: the jitted program, from arrays in this order: the microbatch's number, large constants that are arguments, the other
+            constants, its totals, messages, and what each earlier task of the microbatch hands on; to a list of its totals, messages and
+            what it hands on.
         keeping: the same, with which the totals that it is given are not used up.
         arguments: positions of large constants among the stage's arguments and, after them, what it receives.
         receives: positions among the stage's ``receives``.
         reads: the kinds of the earlier tasks whose arrays it reads.
         sends: positions among the stage's ``sends``.
+        makes: how many totals, messages and arrays that it hands on it makes.
         residual_bytes: of what it hands on, on each device.
     """
 
@@ -84,6 +93,7 @@ class TaskProgram:
     receives: tuple[int, ...]
     reads: tuple[str, ...]
     sends: tuple[int, ...]
+    makes: tuple[int, int, int]
     residual_bytes: float
 
 
@@ -108,3 +118,9 @@ class StagePrograms:
     receive_shardings: tuple[NamedSharding, ...]
     send_specs: tuple[PartitionSpec, ...]
     passed: dict[int, int] = field(default_factory=dict)
+
+
+def parted(everything: Iterable[Any], sizes: Iterable[int]) -> list[tuple[Any, ...]]:
+    """Parts of these sizes, one after the other."""
+    left = iter(everything)
+    return [tuple(islice(left, size)) for size in sizes]

@@ -8,7 +8,7 @@ same list and starts the programs of the stages that have devices of its own (`a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.call import Call, Send, Start, StartAround
-from autoshard.pipeline.programs import Options, StagePlan, TaskProgram
+from autoshard.pipeline.instructions import Instruction, Recorder, Send, in_words
+from autoshard.pipeline.programs import Options, Outer, StagePlan
 from autoshard.pipeline.rows import RowsOfChunks, RowsOfStages, rows_of_stages
 from autoshard.pipeline.schedule import UPDATE, Schedule, Task
 from autoshard.pipeline.sending import Copies, Sending, absent, is_alone, is_here, put, sending, to_everyone
@@ -55,29 +55,17 @@ class Pipelined:
         self.residual_bytes = tuple(sum(task.residual_bytes for task in programs.tasks.values()) for programs in self._programs)
         self._route()
         self._copies: dict[tuple[int, tuple[int, ...]], tuple[tuple[Send, ...], Copies]] = {}
-        self._starts = self._ordered()
-        self._before, self._after = self._by_level("before"), self._by_level("after")
-        early = self._after if schedule.updates else []
-        self._updates = {start.piece: start for start in early if start.outer.level == staged.loop_level}
-        self.order: tuple[tuple[int, Task], ...] = tuple((start.stage, start.task) for start in self._starts)
+        self.order: tuple[tuple[int, Task], ...] = tuple(self._ordered())
         self.executed: tuple[tuple[int, Task], ...] = ()
-        self._indices = [
-            [jax.device_put(np.int32(i), whole) for i in range(staged.n_microbatches)] if here else []
-            for whole, here in zip(wholes, self.is_here, strict=True)
-        ]
+        self._executed = tuple((stage, task) for stage, task in self.order if self.is_here[schedule.piece(stage, task.chunk)])
         self._places = [self._place(k) for k in range(len(staged.argument_homes))]
         divided, aliases = staged.divided, dict(staged.traced.graph.aliases)
         rows = {k: self._rows(k, dim) for k, dim in divided.argument_dims.items()}
         self._rows_in, self.in_shardings = _of_step(divided.arguments, rows, self._places)
-        self._arguments = [
-            (piece, k, position, self._way_of(piece, k))
-            for piece, stage in enumerate(staged.stages)
-            for k, position in enumerate(stage.arguments)
-        ]
-        self._moved = Copies([way for *_, way in self._arguments if way is not None])
         self._results = [self._result(k) for k in range(len(staged.result_homes))]
         replaced = {k: rows[aliases[k]] for k in divided.result_dims}  # new rows are where the next call takes them
         self._rows_out, self.out_shardings = _of_step(divided.results, replaced, [sharding for sharding, _ in self._results])
+        self._record()
 
     # -- what is known before the first call ----------------------------------------------------------------------------------
 
@@ -101,47 +89,29 @@ class Pipelined:
         found = ((place, send) for place, k in enumerate(sends) for send in self._sends[piece][k])
         return tuple(replace(send, place=place) for place, send in found)
 
-    def _ordered(self) -> list[Start]:
+    def _ordered(self) -> Iterator[tuple[int, Task]]:
         """All tasks in an order in which each comes after what it reads, and each stage's in its schedule's order."""
         n_stages, orders = self.schedule.n_stages, self.schedule.orders
-        at, arrived, starts = [0] * n_stages, set(), []
-        left = {
-            (piece, task.microbatch): [other for other in "FBW" if other in programs.tasks]
-            for piece, programs in enumerate(self._programs)
-            for task in orders[self.schedule.stage(piece)]
-        }
-        n = sum(map(len, orders))
-        while len(starts) < n:
-            before = len(starts)
+        at, arrived = [0] * n_stages, set()
+        while any(at[stage] < len(orders[stage]) for stage in range(n_stages)):
+            before = list(at)
             for stage in range(n_stages):
                 if at[stage] == len(orders[stage]):
                     continue
                 task = orders[stage][at[stage]]
                 piece = self.schedule.piece(stage, task.chunk)
                 program = self._programs[piece].tasks.get(task.kind)
-                needed = () if program is None else program.receives
-                if all((piece, position, task.microbatch) in arrived for position in needed):
-                    start = self._start(piece, stage, task, program, left[piece, task.microbatch])
-                    arrived.update((send.target, send.position, task.microbatch) for send in start.sends)
-                    starts.append(start)
+                if program is None or all((piece, position, task.microbatch) in arrived for position in program.receives):
+                    sends = () if program is None else self._sent_by(piece, program.sends)[0]
+                    arrived.update((send.target, send.position, task.microbatch) for send in sends)
+                    yield stage, task
                     at[stage] += 1
-            if len(starts) == before:
+            if at == before:
                 waiting = ", ".join(f"stage {s} for {orders[s][at[s]]}" for s in range(n_stages) if at[s] < len(orders[s]))
                 raise PipelineError(
                     f"A schedule starts each task after those whose messages it reads; in {self.schedule.name!r} they wait for each other: "
                     f"{waiting}. Use one of the library's schedules."
                 )
-        return starts
-
-    def _start(self, piece: int, stage: int, task: Task, program: TaskProgram | None, left: list[str]) -> Start:
-        """The start of a task; ``left`` are the kinds of tasks that its piece has still to run for the microbatch."""
-        if program is None:
-            return Start(piece, stage, task, None, (), Copies(()), (), ())
-        tasks = self._programs[piece].tasks
-        left.remove(task.kind)
-        drops = tuple(k for k in program.receives if not any(k in tasks[other].receives for other in left))
-        frees = tuple(kind for kind in program.reads if not any(kind in tasks[other].reads for other in left))
-        return Start(piece, stage, task, program, *self._sent_by(piece, program.sends), drops, frees)
 
     def _sent_by(self, piece: int, sends: tuple[int, ...]) -> tuple[tuple[Send, ...], Copies]:
         """What a program sends, and the way of it all."""
@@ -149,6 +119,48 @@ class Pipelined:
             own = self._of_program(piece, sends)
             self._copies[piece, sends] = own, Copies([send.placed for send in own])
         return self._copies[piece, sends]
+
+    def _record(self) -> None:
+        """Finds what is done in a step, and the arrays that are there before the first call: the numbers of microbatches."""
+        staged, n = self.staged, len(self.staged.argument_homes)
+        indices = [range(n + piece * staged.n_microbatches, n + (piece + 1) * staged.n_microbatches) for piece in range(len(staged.stages))]
+        numbers = [
+            jax.device_put(np.int32(i), NamedSharding(plan.mesh, PartitionSpec())) if here else None
+            for plan, here in zip(self.plans, self.is_here, strict=True)
+            for i in range(staged.n_microbatches)
+        ]
+        recorder = Recorder(staged, self._programs, self.is_here, indices, n + len(numbers))
+        recorder.arguments(
+            [(piece, k, at, self._way_of(piece, k)) for piece, stage in enumerate(staged.stages) for k, at in enumerate(stage.arguments)]
+        )
+        for piece, number, outer in self._by_level("before"):
+            recorder.outer(piece, number, outer)
+            recorder.send(piece, number, *self._sent_by(piece, outer.sends))
+        after = self._by_level("after")
+        updates = {piece: (number, outer) for piece, number, outer in after if self.schedule.updates and outer.level == staged.loop_level}
+        for stage, task in self.order:
+            piece = self.schedule.piece(stage, task.chunk)
+            if task.kind == UPDATE and piece in updates:
+                recorder.outer(piece, *updates[piece])
+            elif (program := self._programs[piece].tasks.get(task.kind)) is not None:
+                recorder.task(piece, task, program, *self._sent_by(piece, program.sends))
+        for piece, number, outer in after:  # between processes a transfer is a program: it comes after all tasks
+            if updates.get(piece) != (number, outer):
+                recorder.outer(piece, number, outer)
+            recorder.send(piece, number, *self._sent_by(piece, outer.sends))
+        self._instructions: list[Instruction] = recorder.instructions()
+        self._blank = [*numbers, *[None] * (recorder.n - n - len(numbers))]
+        self._made = [recorder.made[k] for k in range(len(staged.result_homes))]
+
+    def _by_level(self, side: str) -> list[tuple[int, int, Outer]]:
+        """The programs before or after the loop, level by level: the piece, the number among its own, and the program."""
+        found = [
+            (piece, number, outer)
+            for piece, programs in enumerate(self._programs)
+            for number, outer in enumerate([*programs.before, *programs.after])
+            if (outer.level < self.staged.loop_level) == (side == "before")
+        ]
+        return sorted(found, key=lambda each: (each[2].level, *each[:2]))
 
     def _place(self, k: int) -> NamedSharding:
         """The sharding of an argument of the divided step, on the stage that has it."""
@@ -221,33 +233,42 @@ class Pipelined:
         """
         there = [x if isinstance(x, jax.Array) else self._placed(k, x) for k, x in enumerate(arguments)]
         parts = [part for x, rows in zip(there, self._rows_in, strict=True) for part in (rows.apart(x) if rows else [x])]
-        call = Call(self, parts, waits, progress)
-        for outer in self._before:
-            call.around(outer)
-        executed = []
-        for start in self._starts:
-            if start.task.kind == UPDATE and start.piece in self._updates:
-                call.compute(self._updates[start.piece])
-            else:
-                call.start(start)
-            if self.is_here[start.piece]:
-                executed.append((start.stage, start.task))
-        self.executed = tuple(executed)
-        for outer in self._after:  # between processes a transfer is a program: it comes after all tasks
-            call.send(outer) if self._updates.get(outer.piece) is outer else call.around(outer)
+        if not self.is_alone:
+            parts = [part if self.is_here[home] else None for part, home in zip(parts, self.staged.argument_homes, strict=True)]
+        arrays = parts + self._blank
+        if waits or progress is not None:
+            self._run_slowly(arrays, waits, progress)
+        else:
+            self._run(arrays)
+        self.executed = self._executed
+        results = [given(arrays[k]) for k, (_, given) in zip(self._made, self._results, strict=True)]
         made = zip(self.staged.divided.results, self._rows_out, strict=True)
-        results = call.results()
         return [rows.together([results[k] for k in parts]) if rows else results[parts[0]] for parts, rows in made]
 
-    def _by_level(self, side: str) -> list[StartAround]:
-        """The programs around the loop, level by level."""
-        found = [
-            StartAround(piece, k, outer, *self._sent_by(piece, outer.sends))
-            for piece, programs in enumerate(self._programs)
-            for k, outer in enumerate([*programs.before, *programs.after])
-            if (outer.level < self.staged.loop_level) == (side == "before")
-        ]
-        return sorted(found, key=lambda each: (each.outer.level, each.piece, each.number))
+    def _run(self, arrays: list[Any]) -> None:
+        """Starts all programs."""
+        each = self._instructions[0]
+        try:
+            for each in self._instructions:
+                each.run(arrays)
+        except Exception as error:
+            raise self._failure(each, error, arrays) from error
+
+    def _run_slowly(self, arrays: list[Any], waits: bool, progress: Progress | None) -> None:
+        """The same; with ``waits`` each program ends before the next is started, and ``progress`` is told what is compiled."""
+        met: set[Any] = set()
+        n = len({id(each.call) for each in self._instructions})
+        for each in self._instructions:
+            if progress is not None and each.call is not None and each.call not in met:
+                progress(f"compiling {each.compiled} of {in_words(each.piece, self.schedule)}", len(met) / n)
+                met.add(each.call)
+            try:
+                each.run_alone(arrays) if waits else each.run(arrays)
+            except Exception as error:
+                raise self._failure(each, error, arrays) from error
+
+    def _failure(self, each: Instruction, error: Exception, arrays: Sequence[Any]) -> PipelineError:
+        return each.failure(error, arrays, in_words(each.piece, self.schedule), self.staged.stages[each.piece].lines)
 
 
 def _check(staged: Staged, plans: Sequence[StagePlan], schedule: Schedule) -> None:

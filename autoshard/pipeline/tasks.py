@@ -176,6 +176,7 @@ class _Divided(LoopTasks):
         function = self._outer_function(eqns, (*arguments, *donated), earlier, kinds, [v for _, v in given], self.handed_on[-1], is_last)
         in_specs, out_specs = self._outer_specs(arguments, donated, earlier, kinds, [k for k, _ in given], packing, is_last)
         n_args = len(self.stage.arguments)
+        sums = [self.constants_packing, *(self.total_packings[kind] for kind in "FBW")] if is_last else []
         return Outer(
             level,
             self.jitted(function, f"around{level}", in_specs, out_specs, donate=(1,)),
@@ -186,7 +187,7 @@ class _Divided(LoopTasks):
             kinds,
             tuple(k for k, _ in given if k < n_results),
             tuple(k - n_results for k, _ in given if k >= n_results),
-            is_last,
+            (len(given), *(each.n_arrays for each in (packing, *sums))),
         )
 
     def _outer_function(

@@ -14,7 +14,7 @@ from jax import lax
 from jax._src.dispatch import runtime_tokens  # JAX has no public way to drop those of a callback that failed
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.call import Call
+from autoshard.pipeline.instructions import Instruction
 from autoshard.pipeline.lowered import lowered_programs
 from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.schedule import Schedule, Task
@@ -347,19 +347,18 @@ def test_an_interrupted_call_leaves_its_arguments_as_they_were(monkeypatch):
     """Ctrl-C between two tasks, although the state is donated: the next call computes the step."""
     fn, args = mlp(4)
     run = pipelined(fn, args, 2, 2, donated=(0,), early=False)
-    started, start = [], Call.start
+    last, start = [each for each in run._instructions if "of microbatch" in each.what][-1], Instruction.run
 
-    def interrupted(call, task):
-        started.append(task)
-        if len(started) == len(run.order):
+    def interrupted(each, arrays):
+        if each is last:
             raise KeyboardInterrupt
-        start(call, task)
+        start(each, arrays)
 
     given = [jnp.full(x.shape, x.dtype.type(0.1)) for x in jax.tree.leaves(args)]
     expected = jax.device_get(jax.tree.leaves(jax.jit(fn)(*jax.tree.unflatten(jax.tree.structure(args), given))))
     placed = [jax.device_put(x, sharding) for x, sharding in zip(given, run.in_shardings, strict=True)]
     with monkeypatch.context() as patched:
-        patched.setattr(Call, "start", interrupted)
+        patched.setattr(Instruction, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(*placed)
     results = run(*placed)

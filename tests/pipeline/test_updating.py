@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.call import Call
 from autoshard.pipeline.figures import update_ops
 from autoshard.pipeline.improving import timed
+from autoshard.pipeline.instructions import Instruction
 from autoshard.pipeline.list_scheduling import Rule, Tables, list_scheduled
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.schedule import Schedule, alive_bytes
@@ -89,19 +89,15 @@ def test_chunks_are_updated_while_others_compute(schedule, n_chunks, optimizer, 
     """
     fn, args = layers(2 * n_chunks, optimizer)
     run = pipelined(fn, args, 2, 4, schedule, n_chunks=n_chunks, donated=(0,))
-    started, start, compute = [], Call.start, Call.compute
+    early = {outer.call for programs in run._programs for outer in programs.after if outer.level == run.staged.loop_level}
+    started, start = [], Instruction.run
 
-    def told(call, one):
-        started.append((one.piece, one.task.kind))
-        start(call, one)
+    def told(each, arrays):
+        if " of microbatch " in each.what or each.call in early:
+            started.append((each.piece, "U" if each.call in early else each.what[0]))
+        start(each, arrays)
 
-    def computed(call, one):
-        if one.outer.level == run.staged.loop_level:
-            started.append((one.piece, "U"))
-        compute(call, one)
-
-    monkeypatch.setattr(Call, "start", told)
-    monkeypatch.setattr(Call, "compute", computed)
+    monkeypatch.setattr(Instruction, "run", told)
     compared(run, args, steps=2)
     step = started[len(started) // 2 :]
     ends = {piece: max(k for k, each in enumerate(step) if each == (piece, run.schedule.kinds[-1])) for piece in range(2 * n_chunks)}
