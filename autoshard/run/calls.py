@@ -13,7 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, get_abstract_mesh
 from jax.tree_util import default_registry, treedef_is_leaf
 
 from autoshard.compilers import TARGETS
@@ -113,6 +113,38 @@ class Guarded:
             return function(*args)
 
         return checked
+
+
+class Alike:
+    """A function that `jax.jit` does not call, such as a pipeline, which raises `UnlikeError` where `Guarded` would.
+
+    Types and shardings that are the very objects of the call before, as those of results are, are not looked at again.
+    """
+
+    def __init__(self, function: Callable[[list[Any]], Any], in_tree: Any, avals: Sequence[Any], in_shardings: Sequence[NamedSharding]):
+        """``function`` is of the list of the arguments' leaves, which have these types."""
+        self._function, self._in_tree, self._in_shardings = function, in_tree, in_shardings
+        self._types = [_type_of(aval) for aval in avals]
+        self._seen: list[list[Any]] = [[], []]
+
+    def __call__(self, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        if tree != self._in_tree or get_abstract_mesh().axis_names:
+            raise UnlikeError("arguments of another structure, or a mesh around")
+        found = [[x.aval for x in leaves], [x.sharding for x in leaves]]
+        if not all(len(new) == len(old) and all(map(is_, new, old)) for new, old in zip(found, self._seen, strict=True)):
+            if not all(map(self._fits, leaves, self._types, self._in_shardings)):
+                raise UnlikeError("arguments of other types, or elsewhere")
+            self._seen = found
+        return self._function(leaves)
+
+    @staticmethod
+    def _fits(x: Any, type_: tuple, sharding: NamedSharding) -> bool:
+        return _type_of(x) == type_ and x.committed and (x.sharding == sharding or x.sharding.is_equivalent_to(sharding, x.ndim))
+
+
+def _type_of(x: Any) -> tuple:
+    return x.shape, x.dtype, x.weak_type
 
 
 with jax.ensure_compile_time_eval():

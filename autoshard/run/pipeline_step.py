@@ -23,6 +23,7 @@ from autoshard.pipeline.run import Pipelined
 from autoshard.pipeline.schedule import Task
 from autoshard.pipeline.stages import Staged, stages_of, with_state_on_hosts
 from autoshard.rules import rules_of
+from autoshard.run.calls import Alike, Repeat
 from autoshard.run.collecting import rarely_collecting
 from autoshard.run.padded import PaddedArguments, in_own_sizes, own_sharding
 from autoshard.run.placing import put
@@ -139,7 +140,10 @@ class PipelineStep(Step):
 
         state = {argument for _, argument in traced.graph.aliases}
         is_state = tuple(argument in state for argument in range(len(run.in_shardings)))
-        return Program(traced, step, in_shardings, is_state)
+        alike = Alike(lambda leaves: traced.pack(flat(*leaves)), traced.in_tree, traced.jaxpr.in_avals, in_shardings)
+        paths, donates, ways = traced.graph.argument_paths, bool(record.donate_argnums), traced.ways(self._plain)
+        repeat = Repeat(alike, traced.in_tree, in_shardings, is_state, paths, donates, ways)
+        return Program(traced, step, in_shardings, is_state, repeat=repeat)
 
 
 def step_of(fn: Callable[..., Any], record: Record, meshes: Sequence[Mesh], *how: Any) -> Step:

@@ -48,7 +48,7 @@ class Program:
         call: from arguments where they should be to its results.
         jitted: what is called; None of a pipeline, which has many.
         is_state: per argument leaf, whether a result replaces it.
-        repeat: its calls with arguments like those before; None of a pipeline, and inside transformations.
+        repeat: its calls with arguments like those before; None inside transformations.
     """
 
     traced: Traced
