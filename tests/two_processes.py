@@ -14,7 +14,7 @@ def outputs_of(script: Path, *options: object) -> list[str]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}  # imports are those of the tests
     commands = [[sys.executable, script, *map(str, (port, *options, n))] for n in range(2)]
     processes = [subprocess.Popen(each, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) for each in commands]
     try:

@@ -19,7 +19,6 @@ def test_two_processes_run_a_pipeline_as_one_device_does(stages):
 @pytest.mark.slow(minutes=2)
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_v", "dual_pipe_v"])
 def test_two_processes_run_several_chunks_a_stage(schedule):
-    """A GPT in eight pieces on four stages, unrolled and with scanned layers whose rows are sent to their chunks: losses and state are
-    those of one device."""
+    """A GPT of two chunks a stage, unrolled and with scanned layers whose rows are sent to their chunks: losses and state are equal."""
     outputs = outputs_of(Path(__file__).with_name("chunks_in_two_processes.py"), schedule)
     assert all(output.rstrip().endswith("done") for output in outputs), "\n".join(outputs)

@@ -119,6 +119,33 @@ def test_only_the_first_call_is_looked_through(how, donate, counts):
     assert counts == {"anew": 1, "tried": 3}
 
 
+@pytest.mark.parametrize("donate", [pytest.param((), marks=pytest.mark.slow), (0,)])
+def test_only_the_first_call_of_a_pipeline_is_looked_through(donate, counts):
+    """Later ones move what is elsewhere, and notice arguments of other shapes and those that are used up."""
+    options = {"cluster": "cpu:8", "mesh": {"data": 4}, "stages": 2, "microbatches": 2, "searcher": "data_parallel"}
+    (state, x), (expected, _), wanted = example(), example(), jax.jit(train_step)
+    step = autoshard.search(train_step, state, x, donate_argnums=donate, **options).apply(train_step)
+    for k in range(4):
+        before = state
+        state, loss = step(before, np.asarray(x + k))
+        expected, expected_loss = wanted(expected, x + k)
+        assert_close((state, loss), (expected, expected_loss))
+    assert counts == {"anew": 1, "tried": 3}
+    for other in batches(x).values():
+        state, loss = step(state, other)
+        expected, expected_loss = wanted(expected, x)
+        assert_close((state, loss), (expected, expected_loss))
+    with pytest.raises(autoshard.StrategyError):
+        step(state, x[:8])
+    with pytest.raises(autoshard.StrategyError):
+        step(state, x.astype(jnp.bfloat16))
+    if donate:
+        with pytest.raises(autoshard.StrategyError, match=r"up.*earlier"):
+            step(before, x)
+    with pytest.raises(autoshard.StrategyError, match=r"inside jax\.jit"):
+        jax.jit(step)(state, x)
+
+
 def batches(x):
     first, last = jax.devices()[0], jax.devices()[-1]
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
