@@ -72,6 +72,7 @@ class Compiler(ABC):
         drops_nan: the element types of which the largest or least of several devices' is a number, although one of them has NaN.
         fused_attention: JAX's fused attention kernel for it, by its name in `autoshard.rewrite.attention_kernels`; "" where there is none.
         deepest_update: of how many rows it computes new state in the kernel of a gradient's product without making that slower.
+        stack_lanes: of the tiles that stacks between loops are to fill (`autoshard.analysis.stacks`); 0 where arrays have none.
         bucket_limits: its options that limit the bytes of several collectives in one; none where it has no such option.
         options: with which every sharded step is compiled.
     """
@@ -94,6 +95,7 @@ class Compiler(ABC):
     fused_attention: ClassVar[str] = ""
     drops_nan: ClassVar[tuple[str, ...]] = ()
     deepest_update: ClassVar[float] = math.inf
+    stack_lanes: ClassVar[int] = 0
     bucket_limits: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[Mapping[str, str]] = {}
 
@@ -251,6 +253,7 @@ class ProgramFacts:
         added_to: the scatters that add to values in memory.
         row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
         sliced_alone: the arrays in memory whose slices only loops without products read or stack.
+        stacks_between_loops: the stacks that scans make and only scans read, by slices.
         sending: the ops whose shards may send each other parts of their operands.
         rings: the ops whose shards may send arrays round.
         sorts: the sorts.
@@ -288,6 +291,7 @@ class ProgramFacts:
     added_to: tuple[Op, ...]
     row_updates: dict[int, tuple[int, ...]]
     sliced_alone: frozenset[int]
+    stacks_between_loops: frozenset[int]
     sending: tuple[Op, ...]
     rings: tuple[Op, ...]
     sorts: tuple[Op, ...]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoshard.analysis.demanded_precision import precision_demands
 from autoshard.analysis.partial_sums import PartialSums, partial_sums
+from autoshard.analysis.stacks import stacks_between_loops
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.compilers.all_reduce_combiner import sums_of
 from autoshard.compilers.base import Compiler, ProgramFacts
@@ -74,6 +75,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
         row_updates=row_updates(graph),
         sliced_alone=frozenset(fusion.root[value] for value in sliced_alone(graph) if _same_rows(graph, fusion, value)),
+        stacks_between_loops=frozenset(stacks_between_loops(graph)),
         sending=tuple(op for op, _ in sending),
         rings=tuple(op for op in graph.walk() if _goes_round(rules[op.index])),
         sorts=tuple(op for op in graph.walk() if op.primitive == "sort"),

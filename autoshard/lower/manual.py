@@ -25,6 +25,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
 from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
+from autoshard.analysis.stacks import merged_stacks, stacks_between_loops
 from autoshard.analysis.updates import deep_updates
 from autoshard.analysis.values import free_values, readers_of
 from autoshard.cost.narrow_sums import Crossing, is_narrow
@@ -99,6 +100,7 @@ def manual_program(
     copies: jax.sharding.Mesh | None = None,
     narrow: Mapping[str, Crossing] | None = None,
     deepest: float = math.inf,
+    lanes: int = 0,
 ) -> Callable[..., list[Any]]:
     """The function of ``jaxpr``, from flat arguments to flat results, sharded by the assignment.
 
@@ -110,6 +112,7 @@ def manual_program(
             and results have one more dimension, the first, split over it.
         narrow: the mesh axes along which sums cross levels in a narrow type.
         deepest: of more rows than that a product is stored before it updates state (`Compiler.deepest_update`).
+        lanes: of the tiles that stacks of slices are to fill (`Compiler.stack_lanes`).
 
     Raises:
         ShardingError: there is an `obstacle`.
@@ -123,6 +126,7 @@ def manual_program(
     plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
     plan = replace(plan, narrow=narrow or {}, apart=deep_updates(graph, rules, assignment, readers, deepest))
     plan = replace(plan, late=late.values | _late_transposes(plan))
+    plan = replace(plan, stacks=plan.stored_otherwise(lanes))
     leaving = result_layouts(graph, assignment)
 
     captured = list(jaxpr.consts)
@@ -204,6 +208,7 @@ class _Plan(Plan):
         windows: the windowed products, by op index.
         narrow: the mesh axes along which sums cross levels in a narrow type.
         apart: the gradients that are stored before state is updated, so that XLA does not fuse both.
+        stacks: per stack between loops that is stored in another shape than its own, that shape.
     """
 
     graph: Graph
@@ -213,6 +218,16 @@ class _Plan(Plan):
     windows: Mapping[int, Window] = field(default_factory=dict)
     narrow: Mapping[str, Crossing] = field(default_factory=dict)
     apart: frozenset[int] = frozenset()
+    stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def stored_otherwise(self, lanes: int) -> dict[int, tuple[int, ...]]:
+        """The stacks between loops that tiles of so many lanes are filled with, if none of the loops reads them in another layout."""
+        found, readers = merged_stacks(self.graph, self.assignment, lanes), stacks_between_loops(self.graph)
+
+        def is_as_stored(value: int) -> bool:
+            return all(self.flows(op).operands[position] == self.layout(value) for op, position in readers[value])
+
+        return {k: shape for k, shape in found.items() if not self.free[k] and k not in self.late and is_as_stored(k)}
 
     @property
     def whole(self) -> Layout:
@@ -283,10 +298,24 @@ class _Region(Interpreter):
         """The types of a body's inputs as shards."""
         sizes = self.plan.assignment.mesh.sizes
         layouts = self.plan.flows(op).inputs[number]
-        return [
+        found = [
             jax.ShapeDtypeStruct(tuple(map(int, local_shape(whole.shape, layout, sizes))), whole.dtype, weak_type=whole.weak_type)
             for whole, layout in zip(types_of(body.invars), layouts, strict=True)
         ]
+        for position, value in self._stacks(op, op.operands):
+            found[position] = found[position].update(shape=self.plan.stacks[value][1:])
+        return found
+
+    def _stacks(self, op: Op, values: Sequence[int]) -> list[tuple[int, int]]:
+        """The stacks among a scan's operands or results that are stored in another shape, each with its position."""
+        return [(k, value) for k, value in enumerate(values) if value in self.plan.stacks] if op.primitive == "scan" else []
+
+    def enter(self, op: Op, number: int, arguments: Sequence[Any]) -> list[Any]:
+        plan, found = self.plan, list(arguments)
+        for position, value in self._stacks(op, op.operands):
+            local = local_shape(plan.graph.values[value].shape, plan.layout(value), plan.assignment.mesh.sizes)
+            found[position] = lax.reshape(found[position], tuple(map(int, local[1:])))
+        return found
 
     # -- reading ----------------------------------------------------------------------------------------------------
 
@@ -492,7 +521,8 @@ class _Region(Interpreter):
         def body(state: tuple, slices: list[Any]) -> tuple:
             trip, carry, arrays = state
             inner = _Region(plan, dict(zip([(each.value, each.target) for each in found], arrays, strict=True)))
-            results = inner.run(*opened(params["jaxpr"]), [*entering[:consts], *carry, *slices], (*op.path, 0))
+            entered = inner.enter(op, 0, [*entering[:consts], *carry, *slices])
+            results = inner.run(*opened(params["jaxpr"]), entered, (*op.path, 0))
             results = inner.leave(op, 0, results)
             following = lax.clamp(np.int32(0), trip + np.int32(step), np.int32(length - 1))  # the last trip's gathers are unused
             return (following, results[: num_carry(params)], gathered(following)), results[num_carry(params) :]
@@ -517,7 +547,10 @@ class _Region(Interpreter):
 
     def leave(self, op: Op, number: int, results: Sequence[Any]) -> list[Any]:
         layouts = self.plan.flows(op).outputs[number]
-        return [self.read(x, value, layout) for x, value, layout in zip(results, op.bodies[number].outputs, layouts, strict=True)]
+        found = [self.read(x, value, layout) for x, value, layout in zip(results, op.bodies[number].outputs, layouts, strict=True)]
+        for position, value in self._stacks(op, op.results):
+            found[position] = lax.reshape(found[position], self.plan.stacks[value][1:])
+        return found
 
 
 def _ends(eqn: JaxprEqn) -> tuple[tuple[int, int], ...]:

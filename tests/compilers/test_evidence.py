@@ -18,7 +18,8 @@ from benchmarks.evidence.programs import PROGRAMS
 from benchmarks.evidence.rows import Row, read_rows
 
 ROOT = Path(autoshard.compilers.__file__).parents[1]
-ELSEWHERE = ("judge/model.py", "cost/windows.py", "analysis/vector_products.py")  # other files with facts about compilers
+# Other files with facts about compilers.
+ELSEWHERE = ("judge/model.py", "cost/windows.py", "analysis/vector_products.py", "analysis/stacks.py")
 NO_FACTS = {"TARGETS", "PLATFORMS", "FIGURES", "NO_CORRECTIONS"}  # tables of names, and how keys are written
 ROWS = read_rows()
 NAMED = re.compile(r"evidence: ([\w .,'-]+?)$", re.MULTILINE)

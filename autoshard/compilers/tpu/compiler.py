@@ -102,6 +102,7 @@ class XlaTpu(Compiler):
     memory_goal: ClassVar[float] = GOAL
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = LACKS
     deepest_update: ClassVar[float] = DEEPEST_UPDATE
+    stack_lanes: ClassVar[int] = LANES
     bucket_limits: ClassVar[tuple[str, ...]] = BUCKET_LIMITS
 
     @property

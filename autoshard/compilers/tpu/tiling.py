@@ -6,6 +6,7 @@ import math
 from functools import cache
 from itertools import permutations
 
+from autoshard.analysis.stacks import merged
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.program_facts import ProgramFacts
 from autoshard.ir import Assignment, local_shape
@@ -28,6 +29,8 @@ def local_part(facts: ProgramFacts, assignment: Assignment, value: int) -> tuple
 def tiles(facts: ProgramFacts, assignment: Assignment, value: int, passed: bool = False) -> float:
     """How many times its size a device's part of a value takes in tiles; arguments and results of the program pad least."""
     local = local_part(facts, assignment, value)
+    if value in facts.stacks_between_loops and (stored := merged(local, LANES)) != local:
+        return padding(stored)
     if value in facts.sliced_alone and not passed and (found := tiled(*reversed(local[-2:]))) <= MOST_IN_ORDER:
         return found
     return padding(local, None if passed else facts.fusion.minor[value])

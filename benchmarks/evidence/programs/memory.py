@@ -8,7 +8,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 
-from benchmarks.evidence.measures import COPYING, FILLING, PEAK, copies, in_fast_memory, ordered
+from benchmarks.evidence.measures import COPYING, CYCLES, FILLING, PEAK, copies, in_fast_memory, ordered
 from benchmarks.evidence.program import BF16, F32, SPLIT, Program, leaf, named, program
 
 MIB = 2**20
@@ -66,6 +66,35 @@ def recurrent(xs, decay):
 for width in (16, 32, 64):
     args = leaf(512, 256, width, dtype=F32), leaf(width, dtype=F32)
     named(f"slices of {width} numbers of a loop without products", Program(recurrent, args, PEAK))
+
+
+def attended(queries, keys, values, merged):
+    """The gradients of linear attention, of which the forward loop stacks states of small matrices for the backward one."""
+    shape = *keys.shape[1:], values.shape[-1]
+
+    def step(state, inputs):
+        query, key, value = inputs
+        state = 0.9 * state + jnp.einsum("bhk,bhl->bhkl", key, value)
+        return state, jnp.einsum("bhk,bhkl->bhl", query, state)
+
+    def forward(state, inputs):
+        after, result = step(state, inputs)
+        return after, (result, state.reshape(*shape[:2], -1) if merged else state)
+
+    def backward(after, given):
+        state, inputs, result = given
+        return jax.vjp(step, state.reshape(shape), inputs)[1]((after, result))
+
+    inputs, zeros = (queries, keys, values), jnp.zeros(shape, F32)
+    _, (results, states) = jax.lax.scan(forward, zeros, inputs)
+    return jax.lax.scan(backward, zeros, (states, inputs, results), reverse=True)[1]
+
+
+for steps, width in ((64, 64), (96, 64), (256, 64), (256, 32)):
+    given = (leaf(steps, 8, 8, width, dtype=F32),) * 3
+    rows = Program(partial(attended, merged=True), given, CYCLES)
+    of_matrices = Program(partial(attended, merged=False), given, CYCLES, over=rows)
+    named(f"{steps} matrices of {width} x {width} beside rows of {width**2}", of_matrices)
 
 
 # -- tables of short rows --------------------------------------------------------------------------------------------------
