@@ -60,11 +60,12 @@ def pipelined(
 ) -> Pipelined:
     """A step as a pipeline; each stage has as many of the eight devices, and chunks of ``"auto"`` are in a V.
 
-    ``demotes`` is of its plans, ``donated`` of the trace. ``early`` says that each chunk is updated right after its last task.
+    ``demotes``: its plans are of a compiler that does; ``donated`` is of the trace. ``early`` says that each chunk is updated right after
+    its last task.
     """
     mesh, placement = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh), "v" if schedule == "auto" else "loop"
     staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches)
-    plans = [replace(plan, demotes=demotes) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
+    plans = [replace(plan, compiler=compiler_of(Cluster.parse("v5e:1x1")) if demotes else None) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
     order = schedule_of(schedule, n_stages, n_microbatches, n_chunks, placement)
     return Pipelined(staged, plans, updated_early(order) if early else order)
 

@@ -28,6 +28,7 @@ from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sum
 from autoshard.analysis.stacks import merged_stacks, stacks_between_loops
 from autoshard.analysis.updates import deep_updates
 from autoshard.analysis.values import free_values, readers_of
+from autoshard.compilers import Compiler
 from autoshard.cost.narrow_sums import Crossing, is_narrow
 from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations
@@ -99,8 +100,7 @@ def manual_program(
     reshard_path: ReshardPath,
     copies: jax.sharding.Mesh | None = None,
     narrow: Mapping[str, Crossing] | None = None,
-    deepest: float = math.inf,
-    lanes: int = 0,
+    compiler: Compiler | None = None,
 ) -> Callable[..., list[Any]]:
     """The function of ``jaxpr``, from flat arguments to flat results, sharded by the assignment.
 
@@ -111,8 +111,7 @@ def manual_program(
         copies: the mesh with one more axis, the first, each index of which runs a copy of the program on arguments of its own: arguments
             and results have one more dimension, the first, split over it.
         narrow: the mesh axes along which sums cross levels in a narrow type.
-        deepest: of more rows than that a product is stored before it updates state (`Compiler.deepest_update`).
-        lanes: of the tiles that stacks of slices are to fill (`Compiler.stack_lanes`).
+        compiler: tells the depth of products that are stored before they update state, and the lanes that stacks of slices are to fill.
 
     Raises:
         ShardingError: there is an `obstacle`.
@@ -124,9 +123,10 @@ def manual_program(
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
     free, holders = tuple(free_values(graph)), holder_values(graph)
     plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
+    deepest = math.inf if compiler is None else compiler.deepest_update
     plan = replace(plan, narrow=narrow or {}, apart=deep_updates(graph, rules, assignment, readers, deepest))
     plan = replace(plan, late=late.values | _late_transposes(plan))
-    plan = replace(plan, stacks=plan.stored_otherwise(lanes))
+    plan = replace(plan, stacks={} if compiler is None else plan.stored_otherwise(compiler.stack_lanes))
     leaving = result_layouts(graph, assignment)
 
     captured = list(jaxpr.consts)

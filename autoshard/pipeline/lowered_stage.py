@@ -48,7 +48,8 @@ class LoweredStage:
         first = set(self.op.bodies[0].inputs)
         ahead = {value: layout for value, layout in plan.assignment.ahead.items() if value not in first}
         assignment = replace(plan.assignment, ahead=ahead)
-        program = manual_program(stage.traced.jaxpr, stage.traced.graph, rules, assignment, plan.mesh, plan.reshard_path)
+        traced = stage.traced
+        program = manual_program(traced.jaxpr, traced.graph, rules, assignment, plan.mesh, plan.reshard_path, compiler=plan.compiler)
         closed = jax.make_jaxpr(program)(*types_of(stage.traced.jaxpr.jaxpr.invars))
         self._name_ends(closed, next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "shard_map"))
         self._open_loop()

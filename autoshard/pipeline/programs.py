@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard.compilers import Compiler
 from autoshard.ir import Assignment
 from autoshard.lower import ReshardPath
 
@@ -24,14 +25,21 @@ class StagePlan:
         assignment: of the stage's program.
         mesh: JAX's mesh of the stage's devices.
         reshard_path: the cheapest collectives from one layout of a value to another.
-        demotes: whether what all readers cast to a narrower float is handed from program to program as that float. A compiler that sends
-            such values narrow, as was predicted of it (`Compiler.demotes_operands`), does so within one program only.
+        compiler: of its devices.
     """
 
     assignment: Assignment
     mesh: Mesh
     reshard_path: ReshardPath
-    demotes: bool = False
+    compiler: Compiler | None = None
+
+    @property
+    def demotes(self) -> bool:
+        """Whether what all readers cast to a narrower float is handed from program to program as that float.
+
+        A compiler that sends such values narrow, as was predicted of it (`Compiler.demotes_operands`), does so within one program only.
+        """
+        return self.compiler is not None and self.compiler.demotes_operands
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autoshard.cluster import Cluster
+from autoshard.compilers import compiler_of
 from autoshard.errors import StrategyError
 from autoshard.explanation.groups import shard_bytes
 from autoshard.lower import abstract_mesh, manual_program, mesh_of_stages, obstacle, rows_spec, stage_meshes
@@ -109,7 +111,7 @@ class OuterStep(Sharded):
                 f"a step on loosely coupled slices is lowered manually, and this one cannot be: {reason} Leave out outer=."
             )
         program = self._traced.jaxpr, graph, rules, record.assignment, inner, path
-        self._flat = manual_program(*program, copies=self._mesh)
+        self._flat = manual_program(*program, copies=self._mesh, compiler=compiler_of(Cluster.from_dict(record.cluster)))
         self._fragments = diloco.fragments_of(parameter_bytes(record, division))
         self._copies = [self._sharding(SLICES, *each.spec) for each in record.arguments]
         self._whole = [self._sharding(*each.spec) for each in record.arguments]

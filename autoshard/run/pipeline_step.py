@@ -167,7 +167,7 @@ def plan_of(staged: Staged, number: int, pipeline: PipelineRecord, mesh: Mesh | 
     check_program(own, graph, rules_of(graph))
     cluster = Cluster.from_dict(own.cluster)
     path = CostModel(cluster, own.mesh).reshard_paths(graph.values)
-    return StagePlan(own.assignment, mesh, path, compiler_of(cluster).demotes_operands)  # pyright: ignore[reportArgumentType]
+    return StagePlan(own.assignment, mesh, path, compiler_of(cluster))  # pyright: ignore[reportArgumentType]
 
 
 def passes_as(traced: Traced, record: Record, pipeline: PipelineRecord) -> list[tuple[Pass, Staged, PipelineRecord]]:

@@ -289,9 +289,7 @@ class Step(Sharded):
                 "sums in a narrow type are part of the manual lowering, and this step is lowered by sharding constraints, for which XLA "
                 "makes the sums. Search without slow_reduction, or leave out lowering='constraints'."
             )
-        compiler = compiler_of(cluster)
-        shapes = {"deepest": compiler.deepest_update, "lanes": compiler.stack_lanes}
-        found = constraints() if by_constraints else manual_program(*program, narrow=narrow, **shapes)
+        found = constraints() if by_constraints else manual_program(*program, narrow=narrow, compiler=compiler_of(cluster))
         if as_written and before is not None:  # its loops of further rounds have no derivatives
             return derived_from(found, lambda: jaxpr_as_fun(before.jaxpr))
         return derived_from(found, constraints) if differentiable and not by_constraints else found
