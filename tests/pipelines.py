@@ -65,7 +65,8 @@ def pipelined(
     """
     mesh, placement = Mesh.of({"data": 8 // n_stages} if mesh is None else mesh), "v" if schedule == "auto" else "loop"
     staged = stages_of(trace(fn, *args, donate_argnums=donated), n_stages * n_chunks, n_microbatches)
-    plans = [replace(plan, compiler=compiler_of(Cluster.parse("v5e:1x1")) if demotes else None) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
+    compiler = compiler_of(Cluster.parse("v5e:1x1")) if demotes else None
+    plans = [replace(plan, compiler=compiler) for plan in plans_of(staged, n_stages, mesh, searcher, placement)]
     order = schedule_of(schedule, n_stages, n_microbatches, n_chunks, placement)
     return Pipelined(staged, plans, updated_early(order) if early else order)
 
