@@ -62,6 +62,9 @@ class _Placer:
         self.micro, self.values = micro, micro.graph.values
         self.ops = [op for op in micro.graph.ops if op is not micro.loop]
         self.copied = self._copied()
+        graph = micro.graph
+        pairs = [(graph.results[result], graph.arguments[argument]) for result, argument in graph.aliases]
+        self.replaced = {one: other for pair in pairs for one, other in (pair, pair[::-1])}
         self.homes = {value: stage for value, stage in {**reads, **totals}.items() if value not in self.copied}
         self.stages: dict[int, int] = {op.index: EVERYWHERE for op in self.ops if self._is_copied(op)}
 
@@ -86,11 +89,13 @@ class _Placer:
 
     def _place(self, op: Op, stage: int) -> None:
         self.stages[op.index] = stage
-        for value in op.results:
-            self.homes[value] = stage
+        self.homes.update(dict.fromkeys(op.results, stage))
         for value in op.operands:
             if value not in self.copied:
                 self.homes.setdefault(value, stage)
+        for value in {*op.results, *op.operands} & self.replaced.keys() & self.homes.keys():  # state stays where it is
+            if (other := self.replaced[value]) not in self.copied:
+                self.homes.setdefault(other, self.homes[value])
 
     def _largest(self, op: Op) -> int | None:
         """The stage that has the most bytes of an op's arrays; None while none is known of one."""

@@ -66,6 +66,15 @@ def test_each_stage_has_the_rows_of_its_own_layers():
     assert [staged.argument_homes[part] for k in stacked for part in divided.arguments[k]] == [0, 1] * len(stacked)
 
 
+@pytest.mark.parametrize("n_stages", [2, 4])
+def test_stacked_state_that_is_whole_on_one_stage_stays_there(n_stages):
+    """The other stages are sent their rows in each step, and what replaces it is where it was, be that the memory of hosts."""
+    fn, args = programs.gpt_scan(n_layers=4)
+    staged = stages_of(trace(fn, *args, donate_argnums=0), n_stages, 4, rows=())
+    homes = {argument: staged.argument_homes[argument] for _, argument in staged.traced.graph.aliases}
+    assert homes == {argument: staged.result_homes[result] for result, argument in staged.traced.graph.aliases}
+
+
 @pytest.mark.slow
 def test_stages_may_split_rows_otherwise_than_each_other():
     """Random shardings of each stage: to the user an array has the first stage's, and the results are those of one device."""
