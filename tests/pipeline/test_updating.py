@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -11,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PipelineError
-from autoshard.pipeline.figures import update_ops
+from autoshard.pipeline.figures import StageFigures, update_ops
 from autoshard.pipeline.improving import timed
 from autoshard.pipeline.instructions import Instruction
-from autoshard.pipeline.list_scheduling import Rule, Tables, list_scheduled
+from autoshard.pipeline.list_scheduling import RULES, Rule, Tables, list_scheduled
 from autoshard.pipeline.micro import loop_of
 from autoshard.pipeline.schedule import Schedule, alive_bytes
 from autoshard.pipeline.scheduling import Workload, scheduled
 from autoshard.pipeline.simulation import PieceCosts, simulate
 from autoshard.pipeline.stages import stages_of
 from autoshard.pipeline.updating import with_early_updates
+from autoshard.plan.found_pipelines import FoundPipeline, FoundStage
 from autoshard.rules import rules_of
 from autoshard.trace import trace
 from tests.pipeline.test_schedules import workloads
@@ -71,6 +73,9 @@ def test_a_gap_hides_an_update():
     assert first.index("Ub") < first.rindex("Ba")
     apart = scheduled(replace(work, pieces=tuple(replace(each, update=0.0) for each in pieces)), "interleaved")
     assert found.makespan_seconds == pytest.approx(apart.makespan_seconds + 0.5)  # of two
+    tables = Tables.of(2, 2, "loop", pieces, False, (work.sends, work.sends), (math.inf,) * 2)
+    makespan, orders = list_scheduled(tables, RULES[0])
+    assert with_early_updates(tables, orders, 10)[0] == pytest.approx(makespan - 0.5)  # without local search, too
 
 
 def test_an_update_before_its_gradients_is_refused():
@@ -119,3 +124,13 @@ def test_what_waits_for_all_gradients_is_no_part_of_the_update(clips):
         replaced = [graph.results[result] for result, _ in graph.aliases if graph.values[graph.results[result]].shape == (64, 64)]
         assert len(replaced) == 3 and {value in made for value in replaced} == {not clips}
         assert own and loop.index not in own
+
+
+@pytest.mark.parametrize(("chunks", "expected"), [(1, 110.0), (2, 227.0)])
+def test_new_state_is_counted_beside_the_tasks_of_other_chunks(chunks, expected):
+    """Of one chunk nothing runs any more when it is made; of several, tasks of others do, which make 7 bytes for themselves."""
+    nbytes = {"lasting_bytes": 100.0, "working_bytes": 112.0, "backward_bytes": 7.0, "passes_bytes": 7.0, "update_bytes": 10.0}
+    figures = StageFigures({}, {}, 0.0, residual_bytes=5.0, **nbytes)
+    stages = (FoundStage(None, figures, 0.0, 0.0, joins=False),) * chunks
+    found = FoundPipeline(None, "auto", 1, "loop", stages, None, math.inf)
+    assert found._lasting_bytes(0) == expected
