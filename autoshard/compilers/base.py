@@ -253,6 +253,7 @@ class ProgramFacts:
         added_to: the scatters that add to values in memory.
         row_updates: of those, where a scatter shares an array with what it updates, the arguments that it does.
         sliced_alone: the arrays in memory whose slices only loops without products read or stack.
+        stacked: the stacks in memory that loops with products make, each with one of its slices.
         stacks_between_loops: the stacks that scans make and only scans read, by slices.
         sending: the ops whose shards may send each other parts of their operands.
         rings: the ops whose shards may send arrays round.
@@ -291,6 +292,7 @@ class ProgramFacts:
     added_to: tuple[Op, ...]
     row_updates: dict[int, tuple[int, ...]]
     sliced_alone: frozenset[int]
+    stacked: dict[int, int]
     stacks_between_loops: frozenset[int]
     sending: tuple[Op, ...]
     rings: tuple[Op, ...]

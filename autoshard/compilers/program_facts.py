@@ -15,7 +15,7 @@ from autoshard.compilers.bf16_demotion import single_rows
 from autoshard.compilers.fused_program import Fusion
 from autoshard.compilers.fusion import fuse
 from autoshard.compilers.grouped import expanded_traffic, is_grouped
-from autoshard.compilers.op_patterns import Minor, recomputes, row_updates, sliced_alone
+from autoshard.compilers.op_patterns import Minor, recomputes, row_updates, sliced_alone, stacked
 from autoshard.compilers.traffic import Traffic, sent_by_op
 from autoshard.cost.compute import op_flops
 from autoshard.ir import Graph, Op, Rule
@@ -75,6 +75,7 @@ def program_facts(graph: Graph, rules: tuple[Rule | None, ...], compiler: Compil
         added_to=tuple(op for op in graph.walk() if op.primitive == "scatter-add" and fusion.stored[fusion.root[op.results[0]]]),
         row_updates=row_updates(graph),
         sliced_alone=frozenset(fusion.root[value] for value in sliced_alone(graph) if _same_rows(graph, fusion, value)),
+        stacked=stacked(graph),
         stacks_between_loops=frozenset(stacks_between_loops(graph)),
         sending=tuple(op for op, _ in sending),
         rings=tuple(op for op in graph.walk() if _goes_round(rules[op.index])),

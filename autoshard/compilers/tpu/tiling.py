@@ -33,7 +33,10 @@ def tiles(facts: ProgramFacts, assignment: Assignment, value: int, passed: bool 
         return padding(stored)
     if value in facts.sliced_alone and not passed and (found := tiled(*reversed(local[-2:]))) <= MOST_IN_ORDER:
         return found
-    return padding(local, None if passed else facts.fusion.minor[value])
+    outer, inner = 0, value
+    while not passed and inner in facts.stacked:  # tiles are of one slice each
+        outer, inner = outer + 1, facts.stacked[inner]
+    return padding(local[outer:], None if passed else facts.fusion.minor[inner])
 
 
 @cache

@@ -97,6 +97,38 @@ for steps, width in ((64, 64), (96, 64), (256, 64), (256, 32)):
     named(f"{steps} matrices of {width} x {width} beside rows of {width**2}", of_matrices)
 
 
+def stacking(step):
+    """The gradients of a recurrence of 128 steps, by its weights, from states of zeros; what they need of each step is stacked."""
+
+    def loss(weights, state):
+        return (jax.lax.scan(lambda state, _: (step(state, weights), None), state, None, length=128)[0] ** 2).sum()
+
+    return jax.grad(loss)
+
+
+def convolved(state, kernel):
+    return jnp.tanh(jax.lax.conv_general_dilated(state, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))) * state
+
+
+def multiplied(state, weights):
+    return jnp.tanh(jnp.einsum("ij,bjk,lk->bil", weights, state, weights)) * state
+
+
+def attended_to(state, weights):
+    rows = jnp.einsum("btd,dhk->bthk", state, weights)
+    shares = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", rows, rows))
+    return state + jnp.einsum("bhts,bshk,dhk->btd", shares, rows, weights)
+
+
+for title, step, weights, state in (
+    ("a recurrent convolution to 32 features", convolved, (3, 3, 32, 32), (8, 16, 16, 32)),
+    ("a recurrence of 48 x 48 matrices", multiplied, (48, 48), (64, 48, 48)),
+    ("a recurrence of attention to 24 positions", attended_to, (128, 4, 32), (64, 24, 128)),
+):
+    args = leaf(*weights, dtype=F32), leaf(*state, dtype=F32)
+    named(f"stacks of {title}", Program(stacking(step), args, PEAK))
+
+
 # -- tables of short rows --------------------------------------------------------------------------------------------------
 
 
