@@ -16,6 +16,7 @@ from typing import ClassVar
 from autoshard.analysis.demanded_precision import Demands
 from autoshard.analysis.partial_sums import PartialSums
 from autoshard.cluster import Device
+from autoshard.cluster.device import LANES
 from autoshard.compilers.all_reduce_combiner import Sums, is_formed
 from autoshard.compilers.buffers import Buffers, Copy
 from autoshard.compilers.corrections import NO_CORRECTIONS, Corrections
@@ -38,7 +39,6 @@ Partials = Mapping[int, Step]
 # no tiles, or a Fourier transform (docs/predictions.md: known errors, and the strategies of the library).
 PEAK_ERROR = 1.25
 CONVOLUTIONS, SHORT_ROWS, TRANSFORMS = 3.2, 2.0, 1.4
-WHOLE_ROW = 128  # numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class Compiler(ABC):
         def error(op: Op) -> float:
             if op.primitive == "scatter-add":
                 added = graph.values[op.operands[2]]
-                is_short = op.params["dimension_numbers"].update_window_dims and added.shape[-1] < WHOLE_ROW
+                is_short = op.params["dimension_numbers"].update_window_dims and added.shape[-1] < LANES
                 return SHORT_ROWS if is_short else PEAK_ERROR
             return {"conv_general_dilated": CONVOLUTIONS, "fft": TRANSFORMS}.get(op.primitive, PEAK_ERROR)
 

@@ -11,10 +11,8 @@ inlined where it has the same mesh; otherwise there is no manual lowering (`obst
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -24,15 +22,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import PartitionSpec
 
-from autoshard.analysis.partial_sums import carried_move, late_sums, partial_sums
-from autoshard.analysis.stacks import merged_stacks, stacks_between_loops
-from autoshard.analysis.updates import deep_updates
-from autoshard.analysis.values import free_values, readers_of
+from autoshard.analysis.partial_sums import carried_move
 from autoshard.compilers import Compiler
-from autoshard.cost.narrow_sums import Crossing, is_narrow
+from autoshard.cost.narrow_sums import Crossing
 from autoshard.cost.prefetch import Prefetch, prefetches
 from autoshard.cost.reshard import Combination, ReshardPath, Step, combinations
-from autoshard.cost.windows import Window, Windows
 from autoshard.errors import ShardingError
 from autoshard.ir import (
     Assignment,
@@ -48,18 +42,15 @@ from autoshard.ir import (
     local_shape,
     operand_layout,
     reductions,
-    replicated,
-    result_layout,
     result_layouts,
     view_of,
 )
 from autoshard.ir.scan import num_carry, num_consts
-from autoshard.lower.collectives import combined, moved
-from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, ops_by_path, unread
+from autoshard.lower.collectives import combined
+from autoshard.lower.interpret import Interpreter, Path, bind, bind_unplaced, manual_context, unread
+from autoshard.lower.manual_plan import ManualPlan, manual_plan
 from autoshard.lower.mesh import to_partition_spec
-from autoshard.lower.narrow import narrow_all_reduce, narrow_reduce_scatter
 from autoshard.lower.nested import Inside, Mesh, axes_of
-from autoshard.lower.plan import Plan, holder_values
 from autoshard.lower.shards import Sharded
 from autoshard.lower.transfers import Waiting
 from autoshard.lower.transforms import whole_transform
@@ -118,15 +109,7 @@ def manual_program(
     """
     if (reason := obstacle(graph, mesh)) is not None:
         raise ShardingError(reason)
-    readers = readers_of(graph)
-    late = late_sums(graph, rules, assignment, partial_sums(graph, readers))
-    windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
-    free, holders = tuple(free_values(graph)), holder_values(graph)
-    plan = _Plan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
-    deepest = math.inf if compiler is None else compiler.deepest_update
-    plan = replace(plan, narrow=narrow or {}, apart=deep_updates(graph, rules, assignment, readers, deepest))
-    plan = replace(plan, late=late.values | _late_transposes(plan))
-    plan = replace(plan, stacks={} if compiler is None else plan.stored_otherwise(compiler.stack_lanes))
+    plan = manual_plan(graph, rules, assignment, mesh, reshard_path, narrow or {}, compiler)
     leaving = result_layouts(graph, assignment)
 
     captured = list(jaxpr.consts)
@@ -171,93 +154,6 @@ def derived_from(program: Callable[..., list[Any]], other: Callable[[], Callable
     return function
 
 
-def _late_transposes(plan: _Plan) -> frozenset[int]:
-    """Partial products, and transposes of them, whose only reader is a transpose that reads them in their combined layout."""
-    graph = plan.graph
-    readers: dict[int, list[Op | None]] = {value: [None] for value in graph.results}
-    for op in graph.walk():
-        for value in (*op.operands, *(flow.value for holder in op.holders for flow in holder.sources)):
-            readers.setdefault(value, []).append(None if op.bodies else op)
-        for value in (value for body in op.bodies for value in body.outputs):
-            readers.setdefault(value, []).append(None)
-    found: set[int] = set()
-    for op in graph.walk():
-        rule, choice = plan.rules[op.index], plan.assignment.choice(op.index)
-        partial = op.primitive == "dot_general" and rule is not None and bool(reductions(rule, choice))
-        if rule is None or not (partial or (op.primitive == "transpose" and op.operands[0] in found)):
-            continue
-        (value,), layout = op.results, plan.layout(op.results[0])
-        (reader, *others) = readers.get(value, [None])
-        if reader is None or others or reader.primitive != "transpose" or result_layout(rule, choice, 0) != layout:
-            continue
-        following, after = plan.rules[reader.index], plan.assignment.choice(reader.index)
-        if following is not None and operand_layout(following, after, 0) == layout:
-            found.add(value)
-    return frozenset(found)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Plan(Plan):
-    """The plan of a manual lowering.
-
-    Attributes:
-        graph, mesh: the program, and JAX's mesh.
-        late: values that stay partial: products that only a transpose reads, so that XLA fuses both into one product, and sums that are
-            added up before they are combined (`autoshard.analysis.partial_sums`).
-        loops: per value that a scan carries partial, the mesh axes over which it is combined after the loop.
-        windows: the windowed products, by op index.
-        narrow: the mesh axes along which sums cross levels in a narrow type.
-        apart: the gradients that are stored before state is updated, so that XLA does not fuse both.
-        stacks: per stack between loops that is stored in another shape than its own, that shape.
-    """
-
-    graph: Graph
-    mesh: Mesh
-    late: frozenset[int] = frozenset()
-    loops: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-    windows: Mapping[int, Window] = field(default_factory=dict)
-    narrow: Mapping[str, Crossing] = field(default_factory=dict)
-    apart: frozenset[int] = frozenset()
-    stacks: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-    def stored_otherwise(self, lanes: int) -> dict[int, tuple[int, ...]]:
-        """The stacks between loops that tiles of so many lanes are filled with, if none of the loops reads them in another layout."""
-        found, readers = merged_stacks(self.graph, self.assignment, lanes), stacks_between_loops(self.graph)
-
-        def is_as_stored(value: int) -> bool:
-            return all(self.flows(op).operands[position] == self.layout(value) for op, position in readers[value])
-
-        return {k: shape for k, shape in found.items() if not self.free[k] and k not in self.late and is_as_stored(k)}
-
-    @property
-    def whole(self) -> Layout:
-        return replicated(self.assignment.mesh)
-
-    def layout(self, value: int) -> Layout:
-        """The layout in which a value is stored; captured constants are replicated."""
-        if value in self.graph.constants:
-            return self.whole
-        return Plan.layout(self, value)
-
-    def combined(self, x: Any, operator: str, axes: Sequence[int], scatter: Step | None = None) -> Any:
-        """The combination of partial results over some axes: on each device, or each its part after a reduce_scatter."""
-        mesh = self.assignment.mesh
-        sizes = {mesh.names[axis]: mesh.sizes[axis] for axis in axes if mesh.sizes[axis] > 1}
-        narrow = {name: each for name, each in self.narrow.items() if name in sizes}
-        is_float = operator == "sum" and jnp.issubdtype(x.dtype, jnp.floating)
-        if is_float and is_narrow(x.nbytes, x.dtype.itemsize, tuple(sizes), narrow):
-            if scatter is None:
-                return narrow_all_reduce(x, sizes, narrow)
-            return narrow_reduce_scatter(x, sizes, scatter.target[axes[0]], narrow)
-        return combined(x, operator, tuple(sizes)) if scatter is None else moved(x, scatter, mesh)
-
-    def resharded(self, x: Any, value: int, source: Layout, target: Layout) -> Any:
-        """An array of the value, resharded from one layout to another."""
-        for step in self.reshard_path(value, source, target) if source != target else ():
-            x = moved(x, step, self.assignment.mesh)
-        return x
-
-
 class _Region(Interpreter):
     """The lowering of one region. Arrays are shards in their values' layouts; a free value has no array of its own.
 
@@ -274,7 +170,7 @@ class _Region(Interpreter):
 
     def __init__(
         self,
-        plan: _Plan,
+        plan: ManualPlan,
         ahead: dict[tuple[int, Layout], Any] | None = None,
         partial: dict[int, tuple[Combination, ...]] | None = None,
     ):
@@ -501,6 +397,8 @@ class _Region(Interpreter):
         partial = {k: plan.loops[value] for k, value in enumerate(op.bodies[0].inputs) if value in plan.loops}
         started = {k: entering[k] for k in partial}
         entering = [jnp.zeros_like(x) if k in partial else x for k, x in enumerate(entering)]
+        if plan.needs_no_barrier(op):
+            eqn = eqn.replace(params={**eqn.params, "prevent_cse": False})
         found = prefetches(plan.graph, plan.rules, plan.assignment, op, plan.reshard_path)
         results = self._ahead(op, eqn, entering, found) if found else self.rebound(op, eqn, entering)
         for k, axes in partial.items():

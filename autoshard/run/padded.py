@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autoshard.ir import Spec, entry_axes
@@ -88,7 +89,7 @@ def _resize(arrays: Sequence[Any], changes: Sequence[Change | None]) -> list[Any
         if change is None:
             continue
         if isinstance(x, jax.Array) and x.ndim:
-            together[None if isinstance(x, jax.core.Tracer) else frozenset(x.sharding.device_set)].append(at)
+            together[None if isinstance(x, Tracer) else frozenset(x.sharding.device_set)].append(at)
         else:
             result[at] = _resize_on_host(x, *change)
     for places in together.values():

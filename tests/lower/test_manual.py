@@ -258,3 +258,23 @@ def test_an_unknown_lowering_is_refused():
     with pytest.raises(StrategyError, match="one of \\['constraints', 'manual'\\], got 'gspmd'"):
         strategy.apply(jnp.sin, lowering="gspmd")
     assert "sdy.manual_computation" not in strategy.apply(jnp.sin, lowering="constraints").lower(jnp.ones(8)).as_text()
+
+
+@pytest.mark.parametrize(("rounds", "barriers"), [(1, 0), (2, 1)])
+def test_a_barrier_stands_before_what_is_computed_again_in_the_same_loop_alone(rounds, barriers):
+    """Slices of stacks are copied before a barrier. Where a body computes twice again, barriers keep the second part from coming early."""
+
+    def layer(x, w):
+        for _ in range(rounds):
+            x = jax.checkpoint(lambda x: jnp.tanh(x @ w))(x)
+        return x, None
+
+    def step(weights, x):
+        return jax.grad(lambda weights: (jax.lax.scan(layer, x, weights)[0] ** 2).mean())(weights)
+
+    args = abstract((3, 8, 8)), abstract((16, 8))
+    strategy = autoshard.search(step, *args, cluster="cpu:4")
+    given = concrete(args)
+    text = strategy.apply(step).lower(*given).as_text()
+    assert ("optimization_barrier" in text) == bool(barriers)
+    np.testing.assert_allclose(strategy.apply(step)(*given), jax.jit(step)(*given), rtol=2e-5, atol=1e-6)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -535,3 +537,23 @@ for title, function, args in (
     ("an outer product that is summed", lambda a, b, x: jnp.sum(jnp.tanh(a @ b) * x, axis=1), (COLUMN, ROW, SQUARE)),
 ):
     named(title, Program(function, args, stored("f32[4096,2048]")))
+
+# -- barriers in loops -----------------------------------------------------------------------------------------------------
+
+
+def checkpointed(weights, x, activation, prevent_cse):
+    """A train step of scanned layers, each computed again in the backward loop, but for its products."""
+
+    def layer(x, w):
+        return x + activation(x @ w["up"]) @ w["down"], None
+
+    each = jax.checkpoint(layer, prevent_cse=prevent_cse, policy=jax.checkpoint_policies.dots_saveable)
+    gradients = jax.grad(lambda weights: (lax.scan(each, x, weights)[0] ** 2).mean())(weights)
+    return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients)
+
+
+LAYERS = {"up": leaf(24, 1024, 4096), "down": leaf(24, 4096, 1024)}
+for title, activation in (("gelu", jax.nn.gelu), ("relu", jax.nn.relu), ("softmax", jax.nn.softmax)):
+    of_layers = partial(checkpointed, activation=activation)
+    without = Program(partial(of_layers, prevent_cse=False), (LAYERS, leaf(2048, 1024)), CYCLES, donate=(0,))
+    named(f"layers of {title} after a barrier", replace(without, function=partial(of_layers, prevent_cse=True), over=without))
