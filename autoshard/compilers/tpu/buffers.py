@@ -25,7 +25,7 @@ from autoshard.compilers.tpu.layout_copies import (
     sliced_last,
 )
 from autoshard.compilers.tpu.sorts import of_sorts
-from autoshard.compilers.tpu.tiling import tiles
+from autoshard.compilers.tpu.tiling import tiles, tiles_of_copy
 from autoshard.cost.reshard import Step
 from autoshard.ir import Assignment, Layout
 from autoshard.primitives import is_matrix
@@ -55,9 +55,10 @@ def tiled_buffers(
     ]
     demands = facts.demands.on_values
     beside = _gathered_beside_sums(facts, partials)
+    whole = {made: copy.nbytes * tiles_of_copy(facts, assignment, *made) for made, copy in copies.items()}
     more = [
-        (copy.nbytes / (2 if copy.rounded or is_narrow(demands[value]) else 1), times.starts[copy.first], beside(value, copy.last))
-        for (value, _), copy in copies.items()
+        (whole[made] / (2 if copy.rounded or is_narrow(demands[made[0]]) else 1), times.starts[copy.first], beside(made[0], copy.last))
+        for made, copy in copies.items()
     ]
     stored = stored_partials(facts, partials, share, mesh)
     more += [(partials[op].nbytes, times.starts[op], times.ends[last]) for op, last in stored.items()]
@@ -83,7 +84,8 @@ def tiled_buffers(
         dies = _beside_gathers(facts, partials.keys(), copied, dies)
         dies = _after_scatters(facts, partials.keys(), dies)
     draft = Draft(facts, tuple(value for value, _ in copies), tuple(stored), sizes, more)
-    sent = (True,) * (len(copies) + len(stored) + len(unread) + len(circling))  # collectives read and write the device's own memory
+    # collectives read and write the device's own memory, but for stacks (`tiles_of_copy`)
+    sent = (*(value not in facts.stacked for value, _ in copies), *(True,) * (len(stored) + len(unread) + len(circling)))
 
     def placed(born: np.ndarray, dies: np.ndarray) -> Buffers:
         kept = draft.held()

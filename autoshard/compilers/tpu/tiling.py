@@ -9,7 +9,7 @@ from itertools import permutations
 from autoshard.analysis.stacks import merged
 from autoshard.compilers.op_patterns import Minor
 from autoshard.compilers.program_facts import ProgramFacts
-from autoshard.ir import Assignment, local_shape
+from autoshard.ir import Assignment, Layout, local_shape
 
 LANES = 128  # of a tile; evidence: tiles of 128 lanes
 ROWS = 8  # of a tile; evidence: tiles of 8 rows
@@ -33,10 +33,27 @@ def tiles(facts: ProgramFacts, assignment: Assignment, value: int, passed: bool 
         return padding(stored)
     if value in facts.sliced_alone and not passed and (found := tiled(*reversed(local[-2:]))) <= MOST_IN_ORDER:
         return found
+    return padding(local) if passed else _in_slices(facts, value, local)
+
+
+def tiles_of_copy(facts: ProgramFacts, assignment: Assignment, value: int, layout: Layout) -> float:
+    """How many times its size a copy in another layout takes in tiles, where it is gathered of a stack: it keeps the stack's order.
+
+    What an all_to_all makes of a stack has the steps in the lanes: ``bf16[384,32,6,8]{0,3,2,1:T(8,128)(2,1)}`` (libtpu 0.0.52).
+    """
+    # evidence: gathered stacks
+    is_gathered = all(dim in (-1, own) for dim, own in zip(layout, assignment.layout(value), strict=True))
+    if value not in facts.stacked or not is_gathered:
+        return 1.0
+    return _in_slices(facts, value, local_shape(facts.graph.values[value].shape, layout, assignment.mesh.sizes))
+
+
+def _in_slices(facts: ProgramFacts, value: int, local: tuple[float, ...]) -> float:
+    """How many times its size a part of a value takes in tiles: of one slice each where a loop with products stacks it."""
     outer, inner = 0, value
-    while not passed and inner in facts.stacked:  # tiles are of one slice each
+    while inner in facts.stacked:
         outer, inner = outer + 1, facts.stacked[inner]
-    return padding(local[outer:], None if passed else facts.fusion.minor[inner])
+    return padding(local[outer:], facts.fusion.minor[inner])
 
 
 @cache
