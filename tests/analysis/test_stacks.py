@@ -7,7 +7,7 @@ import pytest
 
 import autoshard
 from autoshard.analysis.stacks import merged, stacks_between_loops
-from autoshard.compilers.cpu import XlaCpu
+from autoshard.compilers import TARGETS
 from autoshard.trace import trace
 
 F32 = jnp.float32
@@ -74,7 +74,7 @@ def test_only_recurrences_of_vectors_have_such_stacks():
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"remat": "full"}], ids=str)
 def test_numbers_stay_the_same(monkeypatch, options):
     """Tiles of eight lanes, which the states' last dimension does not fill, on devices that have none."""
-    monkeypatch.setattr(XlaCpu, "stack_lanes", 8)
+    monkeypatch.setattr(TARGETS["cpu"], "stack_lanes", 8)
     weights, x = arguments()
     strategy = autoshard.search(linear_attention, weights, x, cluster="cpu:4", **options)
     step = strategy.apply(linear_attention)
