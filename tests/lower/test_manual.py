@@ -20,7 +20,9 @@ from test_constrain import MESH, MODEL, PROGRAMS, lowering, replicated
 from test_exchange import PROGRAMS as EXCHANGING
 
 import autoshard
-from autoshard.compilers import compiler_of
+from autoshard.analysis.stacks import merged_stacks
+from autoshard.cluster import Cluster
+from autoshard.compilers import TARGETS, compiler_of
 from autoshard.compilers.program_facts import program_facts
 from autoshard.cost.permute import exchange_axes
 from autoshard.cost.reshard import Step, _moves, _permutes
@@ -37,9 +39,10 @@ EVERYTHING = {**PROGRAMS, **EXCHANGING}
 P = PartitionSpec
 
 
-def manual(traced, assignment, mesh=MESH):
+def manual(traced, assignment, mesh=MESH, compiler=None):
     graph = traced.graph
-    return manual_program(traced.jaxpr, graph, rules_of(graph), assignment, jax_mesh(mesh), MODEL.reshard_paths(graph.values))
+    program = traced.jaxpr, graph, rules_of(graph), assignment
+    return manual_program(*program, jax_mesh(mesh), MODEL.reshard_paths(graph.values), compiler=compiler)
 
 
 def searched(fn, *args, mesh):
@@ -278,3 +281,23 @@ def test_a_barrier_stands_before_what_is_computed_again_in_the_same_loop_alone(r
     text = strategy.apply(step).lower(*given).as_text()
     assert ("optimization_barrier" in text) == bool(barriers)
     np.testing.assert_allclose(strategy.apply(step)(*given), jax.jit(step)(*given), rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_assignment_of_a_recurrence_computes_the_unsharded_numbers(seed, monkeypatch):
+    """States of matrices that are stored as rows, of lanes of four, are split by any of their dimensions."""
+    monkeypatch.setattr(TARGETS["cpu"], "stack_lanes", 4)
+
+    def loss(weights, x):
+        def step(state, row):
+            state = 0.9 * state + jnp.einsum("bhk,bhl->bhkl", row * weights, row)
+            return state, jnp.einsum("bhk,bhkl->bhl", row, state)
+
+        return (jax.lax.scan(step, jnp.zeros((2, 6, 2, 2)), x)[1] ** 2).mean()
+
+    args = concrete((abstract((6, 2)), abstract((16, 2, 6, 2))), seed)
+    traced = trace(jax.grad(loss), *args)
+    assignment = random_assignment(traced.graph, rules_of(traced.graph), MESH, seed)
+    assert merged_stacks(traced.graph, assignment, 4)
+    (found,) = jax.jit(manual(traced, assignment, compiler=compiler_of(Cluster.parse("cpu:8"))))(*args)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(loss))(*args), rtol=1e-4, atol=1e-5)
