@@ -61,7 +61,9 @@ class ManualPlan(Plan):
 
     def stored_otherwise(self, lanes: int) -> dict[int, tuple[int, ...]]:
         """The stacks between loops that tiles of so many lanes are filled with, if none of the loops reads them in another layout."""
-        found, readers = merged_stacks(self.graph, self.assignment, lanes), stacks_between_loops(self.graph)
+        if not (found := merged_stacks(self.graph, self.assignment, lanes)):
+            return {}
+        readers = stacks_between_loops(self.graph)
 
         def is_as_stored(value: int) -> bool:
             return all(self.flows(op).operands[position] == self.layout(value) for op, position in readers[value])
@@ -125,12 +127,11 @@ def manual_plan(
     late = late_sums(graph, rules, assignment, partial_sums(graph, readers))
     windows = Windows(graph, rules, assignment, reshard_path, readers, late.values).assigned()
     free, holders = tuple(free_values(graph)), holder_values(graph)
-    plan = ManualPlan(ops_by_path(graph), rules, assignment, reshard_path, holders, free, graph, mesh, late.values, late.loops, windows)
-    deepest = math.inf if compiler is None else compiler.deepest_update
-    plan = replace(plan, narrow=narrow, apart=deep_updates(graph, rules, assignment, readers, deepest))
+    apart = deep_updates(graph, rules, assignment, readers, math.inf if compiler is None else compiler.deepest_update)
+    common = ops_by_path(graph), rules, assignment, reshard_path, holders, free
+    plan = ManualPlan(*common, graph, mesh, late.values, late.loops, windows, narrow, apart)
     plan = replace(plan, late=late.values | _late_transposes(plan))
-    plan = replace(plan, stacks={} if compiler is None else plan.stored_otherwise(compiler.stack_lanes))
-    return plan
+    return plan if compiler is None else replace(plan, stacks=plan.stored_otherwise(compiler.stack_lanes))
 
 
 def _late_transposes(plan: ManualPlan) -> frozenset[int]:
